@@ -12,9 +12,6 @@ calls of all operators alternate on each size, in several processes. Timings are
 are computed in each process; their median, minimum and maximum are shown.
 """
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from bench import environment
 from bench.arguments import parse_arguments
 from bench.overhead import measure_overhead
@@ -25,20 +22,16 @@ from bench.run import measure_in_processes, measure_problems, set_up
 def main() -> None:
     arguments = parse_arguments(__doc__)
     set_up(arguments)
-    console = Console(highlight=False)
-    report = Report(environment.describe(), arguments.cache)
-    report.print_header(console)
+    report = Report(environment.describe())
+    print(report.header(), flush=True)
     if arguments.overhead:
-        with console.status("overhead"):
-            report.overhead = measure_overhead(arguments.device)
-        report.print_overhead(console)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        measure_all = measure_problems if arguments.processes is None else measure_in_processes
-        measure_all(arguments, report, progress)
-    report.print_measurements(console)
+        report.overhead = measure_overhead(arguments.device)
+    measure_all = measure_problems if arguments.processes is None else measure_in_processes
+    measure_all(arguments, report)
+    for table in report.tables()[::-1]:  # the end of the output is read first
+        print(f"\n{table.text()}")
     if arguments.save is not None:
-        console.print(f"wrote {', '.join(map(str, report.save(arguments.save)))}", soft_wrap=True)
+        print(f"wrote {', '.join(map(str, report.save(arguments.save)))}")
 
 
 if __name__ == "__main__":

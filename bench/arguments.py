@@ -27,7 +27,6 @@ class Arguments:
     memories: tuple[str, ...]
     processes: int | None
     """The number of processes that interleave single calls of all operators; None measures each problem separately."""
-    cache: str
     threads: int
     turns: int
     seconds: float
@@ -72,7 +71,6 @@ def parse_arguments(description: str | None) -> Arguments:
         peers=[peer for peer in PEERS if peer is NORMOPS or not given.peers or peer.name in given.peers],
         memories=("fresh",) if given.interleave else MEMORIES if given.memory == "both" else (given.memory,),
         processes=given.interleave,
-        cache=given.cache,
         threads=given.threads,
         turns=given.turns,
         seconds=given.seconds,
@@ -105,12 +103,6 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
         metavar="PROCESSES",
         help="alternates single calls of all operators, in several processes, so that fresh outputs alternate in "
         f"memory as in a model; {PROCESSES} processes if no number is given",
-    )
-    parser.add_argument(
-        "--cache",
-        choices=("warm", "cold"),
-        default="warm",
-        help="warm (default): calls use the same buffers; cold: calls rotate over more buffers than the caches hold",
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
     parser.add_argument("--turns", type=int, default=15, metavar="N", help="minimum number for each call; default: 15")

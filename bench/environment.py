@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+PEERS = ("onnx", "onnxruntime", "triton", "liger-kernel", "quack-kernels", "flash-linear-attention", "mamba-ssm")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 LARGEST_KEPT = 31 << 20
 """The largest tensor, in bytes, whose freed memory glibc keeps, after it has freed one of that size."""
@@ -39,11 +40,12 @@ def describe(module: str = "bench") -> dict[str, str]:
 
 def describe_machine() -> dict[str, str]:
     """Describes the machine without importing normops, which may not be built."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     machine = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "CPU": f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores, {_memory()}",
+        "CPU": f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores, {memory / (1 << 30):.0f} GiB",
         "torch": torch.__version__,
-        "peers": ", ".join(f"{name} {version}" for name, version in _versions()) or "only torch's",
+        "peers": _peers(),
         "python": f"{platform.python_version()} on {platform.system()} {platform.release()}",
     }
     if torch.cuda.is_available():
@@ -89,26 +91,12 @@ def cpu_caches() -> dict[str, int]:
     return sizes
 
 
-def cold_bytes(device: str) -> int:
-    """Returns the bytes to access until an earlier buffer is certainly in no cache."""
-    if device == "cuda":
-        last_level = torch.cuda.get_device_properties(device).L2_cache_size
-    else:
-        last_level = max(cpu_caches().values(), default=0)
-    return max(4 * last_level, 128 << 20)
-
-
 def _cpu_model() -> str:
     try:
         found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         found = None
     return found[1] if found else platform.machine()  # aarch64's cpuinfo names no model
-
-
-def _memory() -> str:
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return f"{pages / (1 << 30):.0f} GiB"
 
 
 def _driver() -> str:
@@ -120,19 +108,6 @@ def _driver() -> str:
     return printed.partition("\n")[0]
 
 
-def _versions() -> list[tuple[str, str]]:
-    versions = []
-    for name in (
-        "onnx",
-        "onnxruntime",
-        "triton",
-        "liger-kernel",
-        "quack-kernels",
-        "flash-linear-attention",
-        "mamba-ssm",
-    ):
-        try:
-            versions.append((name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+def _peers() -> str:
+    found = {(each.name or "").lower().replace("_", "-"): each.version for each in metadata.distributions()}
+    return ", ".join(f"{name} {found[name]}" for name in PEERS if name in found) or "only torch's"

@@ -2,18 +2,17 @@
 
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
 
 import torch
 
 from bench.checks import find_error
 from bench.operators import Operator
-from bench.peers import Builder, Peer
+from bench.peers import Peer
 from bench.problems import Problem, Tensors
-from bench.timing import Call, Timer, Timing, alternate, device_timer, interleave
+from bench.timing import Timer, Timing, alternate, device_timer, interleave
 
 COPY = "copy"
 
@@ -49,30 +48,28 @@ class Measurement:
 
 def measure(
     problems: Sequence[Problem],
-    sets: Sequence[Tensors],
+    inputs: Tensors,
     peers: Sequence[Peer],
     *,
     turns: int,
     seconds: float,
     interleaved: bool = False,
 ) -> list[Measurement]:
-    """Measures problems of one size and memory, and one copy; successive calls rotate over the sets of inputs."""
+    """Measures problems of one size and memory, and one copy."""
     measurements = [Measurement(problem) for problem in problems]
-    position = cycle(range(len(sets)))
-    copy = _rotate(_copy(problems[0].memory), sets, position)
+    copy = inputs["input"].clone
+    if problems[0].memory == "preallocated":
+        copy = partial(torch.empty_like(inputs["input"]).copy_, inputs["input"])
     timers: dict[tuple[Operator | None, str], Timer] = {(None, COPY): device_timer(copy, problems[0].size.device)}
     if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch.compiler.reset()  # beyond a number of shapes, torch.compile gives up on a function
     for measurement in measurements:
         # Problems of one size share their inputs; each operator gets those that it reads.
-        read = [{name: inputs[name] for name in measurement.problem.operator.reads} for inputs in sets]
+        read = {name: inputs[name] for name in measurement.problem.operator.reads}
         for peer in peers:
-            if timer := _timer(measurement, peer, read, position):
+            if timer := _timer(measurement, peer, read):
                 timers[measurement.problem.operator, peer.name] = timer
-    if interleaved:
-        timings = interleave(timers, turns=turns, seconds=seconds)
-    else:
-        timings = alternate(timers, turns=turns, seconds=seconds, period=len(sets))
+    timings = (interleave if interleaved else alternate)(timers, turns=turns, seconds=seconds)
     for measurement in measurements:
         of_problem = (None, measurement.problem.operator)
         measurement.timings = {name: timing for (of, name), timing in timings.items() if of in of_problem}
@@ -91,35 +88,20 @@ def merge(measurements: Sequence[Measurement]) -> Measurement:
     return Measurement(first.problem, timings, wrong, first.left_out, len(measurements))
 
 
-def _timer(measurement: Measurement, peer: Peer, sets: Sequence[Tensors], position: Iterator[int]) -> Timer | None:
+def _timer(measurement: Measurement, peer: Peer, inputs: Tensors) -> Timer | None:
     """Returns a timer for the peer, or None after recording the reason in the measurement."""
     problem, build = measurement.problem, peer.builder(measurement.problem)
     if reason := peer.why_not(problem):
         measurement.left_out[peer.name] = reason
     elif build is not None:
         try:
-            error = find_error(peer, build, problem.operator, sets[0], build(sets[0])())
+            call = build(inputs)
+            error = find_error(peer, build, problem.operator, inputs, call())
             if error is None:
-                timer = device_timer(_rotate(build, sets, position), problem.size.device)
+                timer = device_timer(call, problem.size.device)
                 timer(1)
                 return timer
         except Exception as failure:  # a peer that fails is reported, and the others are measured
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         measurement.wrong[peer.name] = error
     return None
-
-
-def _copy(memory: str) -> Builder:
-    if memory == "fresh":
-        return lambda inputs: inputs["input"].clone
-    return lambda inputs: partial(torch.empty_like(inputs["input"]).copy_, inputs["input"])
-
-
-def _rotate(build: Builder, sets: Sequence[Tensors], position: Iterator[int]) -> Call:
-    """Returns a call that rotates over the sets; peers share the position, so none reuses the previous call's set."""
-    calls = [build(inputs) for inputs in sets]
-    for call in calls:
-        call()  # maps the memory that was allocated for its results
-    if len(calls) == 1:
-        return calls[0]
-    return lambda: calls[next(position)]()

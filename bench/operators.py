@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,66 +56,53 @@ class Operator:
         return sum(counts.get(name, rows * cols) for name in self.reads + self.writes)
 
 
+def in_shape(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views the inputs in the operator's shape: by samples, by channels, or by heads that share tables."""
+    rows, cols = inputs["input"].shape
+    if "scale" in inputs:
+        samples = inputs["scale"].shape[0]
+        return {name: t if name in MODULATIONS else t.view(samples, -1, cols) for name, t in inputs.items()}
+    if "bias" in inputs:  # the memory is one sample of [channels, positions]
+        return {name: t if name in VECTORS else t.view(1, cols, rows) for name, t in inputs.items()}
+    if "cos" in inputs:
+        heads = rows // inputs["cos"].shape[0]
+        heads_of_tensors = dict.fromkeys(inputs, heads) | dict.fromkeys(TABLES, 1)
+        views = {name: t.view(-1, heads_of_tensors[name], cols) for name, t in inputs.items() if name not in VECTORS}
+        return {**inputs, **views}
+    return dict(inputs)
+
+
 # The same inputs are checked for several peers and memories, and the oracle takes longer than the peers. The cache
 # holds the results of a forward and a backward.
 @lru_cache(maxsize=2)
-def _expected(operator: reference.Operator, names: tuple[str, ...], *tensors: Tensor) -> tuple[Bounded, ...]:
-    inputs = dict(zip(names, tensors, strict=True))
-    arguments = {"normalized_shape": tuple(inputs["weight"].shape), "eps": EPS}
-    return tuple(bounded for bounded in operator.expected(inputs | arguments) if bounded is not None)
-
-
-def _measured(operator: reference.Operator, name: str | None = None, optional: tuple[str, ...] = ()) -> Operator:
-    """Returns the operator with a weight and the named optional tensors."""
-    reads = tuple(n for n in operator.inputs if n in ("weight", *optional) or not operator.is_optional(n))
-    return Operator(
-        name or operator.name,
-        reads,
-        tuple(n for n in operator.outputs if reference.of_argument(n) in reads),
-        lambda inputs: _expected(operator, reads, *(inputs[name] for name in reads)),
+def _expected(
+    compute: Callable[..., Any], options: tuple[tuple[str, object], ...], names: tuple[str, ...], *tensors: Tensor
+) -> tuple[Bounded, ...]:
+    inputs = in_shape(dict(zip(names, tensors, strict=True)))
+    arguments = {MODULATIONS.get(name, name): tensor for name, tensor in inputs.items()}
+    shape = tuple(arguments["weight"].shape[-1:])
+    results = compute(**arguments, normalized_shape=shape, eps=EPS, **dict(options))
+    results = (results,) if isinstance(results, Bounded) else results
+    return tuple(
+        Bounded(*(part.reshape(-1, part.shape[-1]) if part.ndim > 2 else part for part in result))
+        for result in results
+        if result is not None
     )
 
 
-def of_samples(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views the inputs as [samples, rows of a sample, cols]."""
-    samples, _, cols = inputs["scale"].shape
-    return {name: t if name in MODULATIONS else t.view(samples, -1, cols) for name, t in inputs.items()}
+def _measured(
+    name: str, compute: Callable[..., Any], reads: tuple[str, ...], writes: tuple[str, ...], **options: object
+) -> Operator:
+    """Returns an operator, which the oracle's function computes with these options."""
+    given = tuple(options.items())
+    return Operator(name, reads, writes, lambda inputs: _expected(compute, given, reads, *(inputs[n] for n in reads)))
 
 
-def _modulated(operator: reference.Operator, reads: tuple[str, ...], writes: tuple[str, ...]) -> Operator:
-    """Returns the operator with the weight 1 + scale and the bias shift."""
-
-    def expected(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
-        arguments: dict[str, object] = {MODULATIONS.get(n, n): t for n, t in of_samples(inputs).items() if n in reads}
-        shape = (inputs["scale"].shape[-1],)
-        bounded = operator.expected({**arguments, "normalized_shape": shape, "eps": EPS, "weight_offset": 1.0})
-        rows = -1, *shape
-        return tuple(Bounded(*(part.reshape(rows) for part in each)) for each in bounded if each is not None)
-
-    return Operator(f"modulated_{operator.name}", reads, writes, expected)
-
-
-def of_channels(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Views the memory of the inputs as one sample of [channels, positions], with cols channels."""
-    rows, cols = inputs["input"].shape
-    return {name: t if name in VECTORS else t.view(1, cols, rows) for name, t in inputs.items()}
-
-
-def _over_channels(operator: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> Operator:
-    """Returns the operator over channels with a bias and SiLU, as in models."""
-
-    def expected(inputs: Mapping[str, Tensor]) -> tuple[Bounded, ...]:
-        given = of_channels({name: inputs[name] for name in reads})
-        shape = tuple(inputs["weight"].shape)
-        bounded = getattr(oracle, operator)(**given, normalized_shape=shape, eps=EPS, dim=-2, activation="silu")
-        results = (bounded,) if isinstance(bounded, Bounded) else bounded
-        rows, cols = inputs["input"].shape
-        return tuple(
-            each if name in VECTORS else Bounded(*(part.reshape(cols, rows) for part in each))
-            for name, each in zip(writes, results, strict=True)
-        )
-
-    return Operator(operator, reads, writes, expected)
+def _described(operator: reference.Operator, name: str | None = None, optional: tuple[str, ...] = ()) -> Operator:
+    """Returns the operator with a weight and the named optional tensors."""
+    reads = tuple(n for n in operator.inputs if n in ("weight", *optional) or not operator.is_optional(n))
+    writes = tuple(n for n in operator.outputs if reference.of_argument(n) in reads)
+    return _measured(name or operator.name, operator.oracle, reads, writes)
 
 
 def _one_after_another(name: str, *operators: Operator) -> Operator:
@@ -129,21 +117,28 @@ def _one_after_another(name: str, *operators: Operator) -> Operator:
 
 
 # Without the operators in two steps: each step reads the same tensors as the operator in one step.
-_OF = {operator.name: _measured(operator) for operator in reference.OPERATORS if not operator.sums}
+_OF = {operator.name: _described(operator) for operator in reference.OPERATORS if not operator.sums}
+_MODULATED_READS, _CHANNEL_READS = ("input", "scale", "shift"), ("input", "weight", "bias")
+_OFFSET: dict[str, object] = {"weight_offset": 1.0}
+_CHANNELS: dict[str, object] = {"dim": -2, "activation": "silu"}  # as in models
 _MODULATED = (
-    _modulated(reference.RMS_NORM, ("input", "scale", "shift"), ("output",)),
-    _modulated(
-        reference.RMS_NORM_BACKWARD,
-        ("grad_output", "input", "scale", "shift"),
+    _measured("modulated_rms_norm", oracle.rms_norm, _MODULATED_READS, ("output",), **_OFFSET),
+    _measured(
+        "modulated_rms_norm_backward",
+        oracle.rms_norm_backward,
+        ("grad_output", *_MODULATED_READS),
         ("grad_input", "grad_scale", "grad_shift"),
+        **_OFFSET,
     ),
 )
 _OVER_CHANNELS = (
-    _over_channels("channel_rms_norm", ("input", "weight", "bias"), ("output",)),
-    _over_channels(
+    _measured("channel_rms_norm", oracle.channel_rms_norm, _CHANNEL_READS, ("output",), **_CHANNELS),
+    _measured(
         "channel_rms_norm_backward",
-        ("grad_output", "input", "weight", "bias"),
+        oracle.channel_rms_norm_backward,
+        ("grad_output", *_CHANNEL_READS),
         ("grad_input", "grad_weight", "grad_bias"),
+        **_CHANNELS,
     ),
 )
 
@@ -151,7 +146,7 @@ OPERATORS = (
     *_OF.values(),
     _one_after_another("forward_backward", _OF["rms_norm"], _OF["rms_norm_backward"]),
     # Its input is the sum.
-    _measured(reference.RMS_NORM_BACKWARD, "add_rms_norm_backward", ("grad_residual",)),
+    _described(reference.RMS_NORM_BACKWARD, "add_rms_norm_backward", ("grad_residual",)),
     _one_after_another("gated_forward_backward", _OF["gated_rms_norm"], _OF["gated_rms_norm_backward"]),
     _one_after_another("rope_forward_backward", _OF["rms_norm_rope"], _OF["rms_norm_rope_backward"]),
     *_MODULATED,

@@ -1,6 +1,5 @@
 """Defines problems: an operator on one size, dtype and device, and the tensors that it reads."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -22,9 +21,6 @@ SHAPES = {
 FILL = "fill"
 FILL_BYTES = 512 << 20
 FILL_COLS = tuple(64 << n for n in range(13))
-
-# Beyond this many sets of buffers, handling them costs more time than the measured calls.
-MOST_SETS = 8192
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def parse_shapes(name: str, itemsize: int) -> tuple[tuple[int, int], ...]:
     return ((rows, cols),)
 
 
-def make_inputs(size: Size, names: Iterable[str], seed: int) -> Tensors:
+def make_inputs(size: Size, names: Iterable[str], seed: int = 0) -> Tensors:
     generator = torch.Generator(size.device).manual_seed(seed)
 
     def make(name: str) -> Tensor:
@@ -95,8 +91,3 @@ def make_inputs(size: Size, names: Iterable[str], seed: int) -> Tensors:
         return torch.randn(size.rows, size.cols, generator=generator, device=size.device).to(size.dtype)
 
     return {name: make(name) for name in sorted(names)}
-
-
-def count_sets(size: Size, cold_bytes: int) -> int:
-    """Returns how many sets of buffers to rotate over: one if caches may stay warm (0 bytes)."""
-    return max(1, math.ceil(cold_bytes / size.tensor_bytes))

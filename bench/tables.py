@@ -3,9 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import rich.box
-import rich.table
-
 from bench.measure import COPY, Measurement
 from bench.overhead import BASE, Overhead
 from bench.peers import NORMOPS, PEERS
@@ -18,21 +15,18 @@ class Table:
     title: str
     header: Row
     groups: list[list[Row]]
-    """Rows, with a line after each group."""
+    """Rows that belong together."""
     notes: list[str] = field(default_factory=list)
 
-    def rich(self) -> rich.table.Table:
-        table = rich.table.Table(
-            title=self.title, title_justify="left", caption_justify="left", box=rich.box.SIMPLE_HEAD
-        )
-        table.caption = "\n".join(self.notes)
-        for index, name in enumerate(self.header):
-            table.add_column(name, justify="right" if index else "left", no_wrap=True)
-        for group in self.groups:
-            for row in group:
-                table.add_row(*row, style="bold" if NORMOPS.name in row else None)
-            table.add_section()
-        return table
+    def text(self) -> str:
+        """Formats the table for a terminal, with a blank line after each group."""
+        rows = [self.header, *(row for group in self.groups for row in group)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        groups = [
+            "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in group)
+            for group in [[self.header], *self.groups]
+        ]
+        return "\n\n".join([self.title, *groups, "\n".join(self.notes)])
 
     def markdown(self) -> str:
         ruler = ("---", *("---:" for _ in self.header[1:]))
@@ -66,7 +60,7 @@ def overhead_table(overhead: Overhead) -> Table:
     )
 
 
-def summary_table(measurements: Sequence[Measurement], cache: str) -> Table:
+def summary_table(measurements: Sequence[Measurement]) -> Table:
     names = [peer.name for peer in PEERS if any(peer.name in m.timings or peer.name in m.wrong for m in measurements)]
     peers = [name for name in names if name != NORMOPS.name]
 
@@ -79,24 +73,22 @@ def summary_table(measurements: Sequence[Measurement], cache: str) -> Table:
                 cells.append("wrong" if name in measurement.wrong else "-")
         return str(measurement.problem.size), *cells
 
-    title = f"{_title(measurements, cache)}: normops over copy, peers over normops"
+    title = f"{_title(measurements)}: normops over copy, peers over normops"
     if measurements[0].processes is not None:
         title += " (minimum to maximum)"
     return Table(title, ("", COPY, NORMOPS.name, *peers), [[row(m) for m in measurements]])
 
 
-def details_table(measurements: Sequence[Measurement], cache: str) -> Table:
+def details_table(measurements: Sequence[Measurement]) -> Table:
     header = ("problem", "call", "median", "p20", "p80", "GB/s", "of copy", "over copy", "over normops")
-    return Table(
-        _title(measurements, cache), header, [list(_details(m)) for m in measurements], list(_notes(measurements))
-    )
+    return Table(_title(measurements), header, [list(_details(m)) for m in measurements], list(_notes(measurements)))
 
 
-def _title(measurements: Sequence[Measurement], cache: str) -> str:
+def _title(measurements: Sequence[Measurement]) -> str:
     problem = measurements[0].problem
     processes = measurements[0].processes
     interleaved = f", interleaved in {processes} processes" if processes is not None else ""
-    return f"{problem.operator.name}, {problem.memory} outputs, {cache} caches{interleaved}"
+    return f"{problem.operator.name}, {problem.memory} outputs{interleaved}"
 
 
 def _details(measurement: Measurement) -> Iterator[Row]:

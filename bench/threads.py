@@ -11,12 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
 
 from bench import environment
-from bench.charts import save_figure
-from bench.operators import HEADS, random_call
+from bench.operators import heads_of, random_call
 from bench.problems import dtype_name, parse_shapes
 from bench.tables import Row, Table, format_seconds
 from bench.timing import Timing, alternate, host_timer
@@ -57,13 +54,11 @@ Timings = dict[int, dict[str, Timing]]
 
 def counts_up_to(most: int) -> list[int]:
     """Returns 1, 2, 4, ..., and ``most``."""
-    counts = [1 << n for n in range(most.bit_length()) if 1 << n < most]
-    return [*counts, most]
+    return [*(1 << n for n in range((most - 1).bit_length())), most]
 
 
 def _calls(rows: int, cols: int, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
-    heads = HEADS if rows % HEADS == 0 else 1
-    shape = rows // heads, heads, cols
+    shape = rows // heads_of(rows), heads_of(rows), cols
     source = torch.randn(shape).to(dtype)
     yield COPY, partial(torch.empty_like(source).copy_, source)
     for label, operator, unwanted in OPERATORS:
@@ -77,15 +72,11 @@ def _calls(rows: int, cols: int, dtype: torch.dtype) -> Iterator[tuple[str, Call
 
 def measure(rows: int, cols: int, dtype: torch.dtype, threads: Sequence[int], seconds: float) -> Timings:
     calls = dict(_calls(rows, cols, dtype))
-    before = torch.get_num_threads()
     timings: Timings = {}
-    try:
-        for count in threads:
-            torch.set_num_threads(count)
-            timers = {label: host_timer(call, "cpu") for label, call in calls.items()}
-            timings[count] = alternate(timers, turns=11, seconds=seconds)
-    finally:
-        torch.set_num_threads(before)
+    for count in threads:
+        torch.set_num_threads(count)
+        timers = {label: host_timer(call, "cpu") for label, call in calls.items()}
+        timings[count] = alternate(timers, turns=11, seconds=seconds)
     return timings
 
 
@@ -120,49 +111,25 @@ def computed_table() -> Table:
     return Table("Backward: computed efficiency", ("rows x cols", *map(str, COMPUTED_THREADS)), groups)
 
 
-def draw(results: dict[str, Timings], path: Path) -> None:
-    """Draws the speedup over one thread."""
-    figure = Figure(figsize=(4.5 * len(results), 4), layout="constrained")
-    axes = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
-    for panel, (title, timings) in zip(axes, results.items(), strict=True):
-        counts = list(timings)
-        for label in timings[counts[0]]:
-            speedups = [timings[counts[0]][label].median / timings[count][label].median for count in counts]
-            panel.plot(counts, speedups, marker="o", label=label, color="black" if label == COPY else None)
-        panel.plot(counts, counts, color="gray", linewidth=0.8, linestyle=":")
-        panel.set(title=title, xlabel="threads", xscale="log", yscale="log", xticks=counts, yticks=counts)
-        for axis in (panel.xaxis, panel.yaxis):
-            axis.set_major_formatter(ScalarFormatter())
-            axis.minorticks_off()
-    axes[0].set_ylabel("speedup over one thread")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
-    save_figure(figure, path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="ROWSxCOLS (default: %(default)s)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="maximum (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="minimum time for a shape and a number of threads")
-    parser.add_argument("--save", type=Path, help="folder for threads.md and threads_DTYPE.png")
+    parser.add_argument("--save", type=Path, help="folder for threads.md")
     options = parser.parse_args()
     environment.keep_freed_memory()
     tables, counts = [], counts_up_to(options.threads)
     for dtype in (getattr(torch, name) for name in options.dtype):
-        results = {}
         for rows, cols in (shape for name in options.shapes for shape in parse_shapes(name, dtype.itemsize)):
             title = f"{rows}x{cols} {dtype_name(dtype)}"
-            results[title] = measure(rows, cols, dtype, counts, options.seconds)
-            tables.append(table(title, results[title]))
-        if options.save is not None:
-            options.save.mkdir(parents=True, exist_ok=True)
-            draw(results, options.save / f"threads_{dtype_name(dtype)}.png")
+            tables.append(table(title, measure(rows, cols, dtype, counts, options.seconds)))
     lines = [f"{name}: {value}" for name, value in environment.describe("bench.threads").items()]
     text = "\n".join([*(f"* {line}" for line in lines), "", *(each.markdown() for each in [*tables, computed_table()])])
     print(text)
     if options.save is not None:
+        options.save.mkdir(parents=True, exist_ok=True)
         (options.save / "threads.md").write_text(text)
 
 

@@ -85,16 +85,13 @@ def device_timer(call: Call, device: str) -> Timer:
     return timer
 
 
-def alternate(timers: Mapping[Key, Timer], *, turns: int, seconds: float, period: int = 1) -> dict[Key, Timing]:
-    """Runs at least ``turns`` turns of each timer, and all of them for at least ``seconds`` in total.
-
-    A turn has a multiple of ``period`` calls.
-    """
+def alternate(timers: Mapping[Key, Timer], *, turns: int, seconds: float) -> dict[Key, Timing]:
+    """Runs at least ``turns`` turns of each timer, and all of them for at least ``seconds`` in total."""
     counts = {}
     for name, timer in timers.items():
         timer(1)
         shortest = min(timer(1) for _ in range(3))
-        counts[name] = max(1, math.ceil(TURN_SECONDS / shortest / period)) * period
+        counts[name] = max(1, math.ceil(TURN_SECONDS / shortest))
     takes = {name: partial(_take_turn, timer, counts[name]) for name, timer in timers.items()}
     taken = _shuffled(takes, random.Random(0), turns, seconds)
     return {name: Timing(taken[name], counts[name]) for name in timers}
