@@ -116,8 +116,6 @@ class Argument:
 @dataclass(frozen=True, eq=False)
 class Operator:
     name: str
-    oracle: Callable[..., object]
-    """Returns a Bounded, or a tuple with one for each result, or None for a result that is None."""
     tensors: Mapping[str, Argument] = field(default_factory=dict)
     """Tensors other than input and weight. Cases with a residual pass the optional ones."""
     flags: tuple[Flags, ...] = ({},)
@@ -132,6 +130,11 @@ class Operator:
     not_over: frozenset[tuple[str, str]] = frozenset()
     """Pairs (result, input) that may not alias, although shape and dtype are equal. Sums may never alias an
     input."""
+
+    @property
+    def oracle(self) -> Callable[..., Any]:
+        """Returns a Bounded, or a tuple with one for each result, or None for a result that is None."""
+        return getattr(oracle, self.name)  # type: ignore[no-any-return]
 
     @property
     def packet(self) -> Any:
@@ -240,7 +243,7 @@ class Operator:
         mask = arguments.get("output_mask", [True] * len(self.outputs))
         bounded = self.oracle(**{name: value for name, value in arguments.items() if name != "output_mask"})
         results = (bounded,) if isinstance(bounded, Bounded) else bounded
-        return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))  # type: ignore[call-overload]
+        return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))
 
 
 def _written(overload: Any) -> tuple[str, ...]:
@@ -264,22 +267,13 @@ def positional(overload: Any, arguments: Mapping[str, object]) -> tuple[tuple[An
 
 
 ROUNDINGS = ({"rounding": "once"}, {"rounding": "llama"})
+BIAS, GATE = {"bias": Argument(floating, like_weight)}, {"gate": Argument(narrower_or_wider)}
+RMS_NORM = Operator("rms_norm", BIAS, ROUNDINGS, gradient="rms_norm_backward")
 RMS_NORM_BACKWARD = Operator(
-    "rms_norm_backward",
-    oracle.rms_norm_backward,
-    {"grad_output": Argument(narrower), "grad_residual": Argument(), "bias": Argument(floating, like_weight)},
-    ROUNDINGS,
-)
-RMS_NORM = Operator(
-    "rms_norm",
-    oracle.rms_norm,
-    {"bias": Argument(floating, like_weight)},
-    ROUNDINGS,
-    gradient="rms_norm_backward",
+    "rms_norm_backward", {"grad_output": Argument(narrower), "grad_residual": Argument(), **BIAS}, ROUNDINGS
 )
 ADD_RMS_NORM = Operator(
     "add_rms_norm",
-    oracle.add_rms_norm,
     {"residual": Argument(wider)},
     # alpha is a power of two, so that the product is exact, with and without fused multiply-adds.
     ({"rounding": "once", "alpha": 1.0}, {"rounding": "llama", "alpha": 0.25}),
@@ -292,80 +286,44 @@ GATING = tuple(
     for activation, rounding in (("silu", "once"), ("sigmoid", "once"), ("silu", "llama"))
     for norm_before_gate in (True, False)
 )
-GATED_RMS_NORM = Operator(
-    "gated_rms_norm",
-    oracle.gated_rms_norm,
-    {"gate": Argument(narrower_or_wider)},
-    GATING,
-    gradient="gated_rms_norm_backward",
-)
-GATED_RMS_NORM_BACKWARD = Operator(
-    "gated_rms_norm_backward",
-    oracle.gated_rms_norm_backward,
-    {"grad_output": Argument(), "gate": Argument(narrower_or_wider)},
-    GATING,
-)
-
+GATED_RMS_NORM = Operator("gated_rms_norm", GATE, GATING, gradient="gated_rms_norm_backward")
+GATED_RMS_NORM_BACKWARD = Operator("gated_rms_norm_backward", {"grad_output": Argument(), **GATE}, GATING)
 
 # Angles for each column or for each pair; rotations of all columns, or of some from an offset on.
-ROPES = (
-    {"rounding": "once", "interleaved": False, "rotary_dim": None, "rotary_offset": 0},
-    {"rounding": "once", "interleaved": True, "rotary_dim": None, "rotary_offset": 0},
-    {"rounding": "once", "interleaved": False, "rotary_dim": 4, "rotary_offset": 1},
-    {"rounding": "once", "interleaved": True, "rotary_dim": 4, "rotary_offset": 1},
-    {"rounding": "llama", "interleaved": False, "rotary_dim": 4, "rotary_offset": 1},
-    {"rounding": "llama", "interleaved": True, "rotary_dim": None, "rotary_offset": 0},
+ROPES = tuple(
+    {"rounding": rounding, "interleaved": interleaved, "rotary_dim": rotary_dim, "rotary_offset": rotary_offset}
+    for rounding, interleaved, rotary_dim, rotary_offset in (
+        ("once", False, None, 0),
+        ("once", True, None, 0),
+        ("once", False, 4, 1),
+        ("once", True, 4, 1),
+        ("llama", False, 4, 1),
+        ("llama", True, None, 0),
+    )
 )
+TABLES = {"cos": Argument(wider, table), "sin": Argument(wider, table)}
 
 
 def has_heads(case: Case) -> bool:
     return case.normalized_dims == 1 and case.shape[-1] >= 5
 
 
+RMS_NORM_ROPE = Operator("rms_norm_rope", TABLES, ROPES, tuple(TABLES), has_heads, gradient="rms_norm_rope_backward")
 RMS_NORM_ROPE_BACKWARD = Operator(
-    "rms_norm_rope_backward",
-    oracle.rms_norm_rope_backward,
-    {"grad_output": Argument(), "cos": Argument(wider, table), "sin": Argument(wider, table)},
-    ROPES,
-    ("cos", "sin"),
-    has_heads,
+    "rms_norm_rope_backward", {"grad_output": Argument(), **TABLES}, ROPES, tuple(TABLES), has_heads
 )
-RMS_NORM_ROPE = Operator(
-    "rms_norm_rope",
-    oracle.rms_norm_rope,
-    {"cos": Argument(wider, table), "sin": Argument(wider, table)},
-    ROPES,
-    ("cos", "sin"),
-    has_heads,
-    gradient="rms_norm_rope_backward",
-)
-SUMS = ("square_sum", "dot")
-RMS_NORM_STATS = Operator("rms_norm_stats", oracle.rms_norm_stats, sums=SUMS[:1])
-RMS_NORM_FROM_STATS = Operator(
-    "rms_norm_from_stats",
-    oracle.rms_norm_from_stats,
-    {"square_sum": Argument(computed, square_sums)},
-    ROUNDINGS,
-    sums=SUMS[:1],
-)
+SUMS = {"square_sum": Argument(computed, square_sums), "dot": Argument(computed, dots)}
+SQUARE_SUM = {"square_sum": SUMS["square_sum"]}
+RMS_NORM_STATS = Operator("rms_norm_stats", sums=tuple(SQUARE_SUM))
+RMS_NORM_FROM_STATS = Operator("rms_norm_from_stats", SQUARE_SUM, ROUNDINGS, sums=tuple(SQUARE_SUM))
 RMS_NORM_BACKWARD_STATS = Operator(
-    "rms_norm_backward_stats",
-    oracle.rms_norm_backward_stats,
-    {"grad_output": Argument(narrower)},
-    ROUNDINGS,
-    sums=SUMS,
+    "rms_norm_backward_stats", {"grad_output": Argument(narrower)}, ROUNDINGS, sums=tuple(SUMS)
 )
 RMS_NORM_BACKWARD_FROM_STATS = Operator(
     "rms_norm_backward_from_stats",
-    oracle.rms_norm_backward_from_stats,
-    {
-        "grad_output": Argument(narrower),
-        "square_sum": Argument(computed, square_sums),
-        "dot": Argument(computed, dots),
-        "grad_residual": Argument(),
-    },
+    {"grad_output": Argument(narrower), **SUMS, "grad_residual": Argument()},
     ROUNDINGS,
-    sums=SUMS,
+    sums=tuple(SUMS),
 )
 
 OPERATORS = (
