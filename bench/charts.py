@@ -65,12 +65,13 @@ def _panels(
         return dtypes.index(size.dtype), getattr(size, fixed), getattr(size, along), measurement.problem.bytes
 
     for measurement in sorted(measurements, key=key):
-        size = measurement.problem.size
-        panels[size.dtype, getattr(size, fixed)].append(measurement)
+        panels[measurement.problem.size.dtype, getattr(measurement.problem.size, fixed)].append(measurement)
 
     def title(dtype: torch.dtype, value: Any) -> str:
-        values = {"tensor_bytes": lambda: f", {value / 2**20:g} MiB per tensor", "device": lambda: ""}
-        return dtype_name(dtype) + values.get(fixed, lambda: f", {value} {fixed}")()
+        if fixed == "device":
+            return dtype_name(dtype)
+        of_value = f"{value / 2**20:g} MiB per tensor" if fixed == "tensor_bytes" else f"{value} {fixed}"
+        return f"{dtype_name(dtype)}, {of_value}"
 
     return {title(*of): panel for of, panel in panels.items() if len(panel) >= least}
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 
 import torch
@@ -38,45 +39,28 @@ def _variants(operator: reference.Operator) -> Iterator[tuple[str, reference.Fla
                 yield " ".join((operator.name, *words, *names[len(given) :])), flags, names
 
 
-def tables(dtypes: Sequence[torch.dtype], shapes: Shapes, seconds: float) -> list[list[list[Row]]]:
-    """Returns the rows of this process's instruction set, for each dtype and shape."""
-    return [
-        [
-            [
-                row
-                for operator in OPERATORS
-                for label, flags, names in _variants(operator)
-                for row in _rows(operator, label, flags, names, shape, dtype, seconds)
-            ]
-            for shape in shapes
-        ]
-        for dtype in dtypes
-    ]
+def rows(dtypes: Sequence[torch.dtype], shapes: Shapes, seconds: float) -> list[Row]:
+    """Returns a row for each mask, with the time on this process's instruction set in the last column."""
+    found: list[Row] = []
+    for dtype, shape, operator in product(dtypes, shapes, OPERATORS):
+        masks = [mask for mask in operator.masks() if any(mask)]
+        for label, flags, names in _variants(operator):
+            call = random_call(operator, flags, names, shape, dtype)
+            timers = {mask: host_timer(partial(call, output_mask=mask), "cpu") for mask in masks}
+            timings = alternate(timers, turns=11, seconds=seconds)
+            for mask, timing in timings.items():
+                wanted = ", ".join(
+                    output for output, is_wanted in zip(operator.outputs, mask, strict=True) if is_wanted
+                )
+                cell = f"{format_seconds(timing.median)} ({timing.median / timings[masks[0]].median:.2f}x)"
+                found.append((dtype_name(dtype), "x".join(map(str, shape)), label, wanted, cell))
+    return found
 
 
-def _measure(seconds: float) -> list[list[list[Row]]]:
+def _measure(seconds: float) -> list[Row]:
     torch.set_num_threads(1)
     environment.keep_freed_memory()
-    return tables(DTYPES, SHAPES, seconds)
-
-
-def _rows(
-    operator: reference.Operator,
-    label: str,
-    flags: reference.Flags,
-    names: list[str],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    seconds: float,
-) -> Iterator[Row]:
-    call = random_call(operator, flags, names, shape, dtype)
-    masks = [mask for mask in operator.masks() if any(mask)]
-    timers = {mask: host_timer(partial(call, output_mask=mask), "cpu") for mask in masks}
-    timings = alternate(timers, turns=11, seconds=seconds)
-    for mask, timing in timings.items():
-        wanted = ", ".join(output for output, is_wanted in zip(operator.outputs, mask, strict=True) if is_wanted)
-        ratio = timing.median / timings[masks[0]].median
-        yield "x".join(map(str, shape)), label, wanted, f"{format_seconds(timing.median)} ({ratio:.2f}x)"
+    return rows(DTYPES, SHAPES, seconds)
 
 
 def main() -> None:
@@ -92,13 +76,9 @@ def main() -> None:
         os.environ["NORMOPS_CPU_ISA"] = isa  # a new process reads it when it imports normops
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             of_isas.append(pool.submit(_measure, options.seconds).result())
-    for dtype, *of_dtype in zip(DTYPES, *of_isas, strict=True):
-        groups = [
-            [(*rows[0][:-1], *(row[-1] for row in rows)) for rows in zip(*of_shape, strict=True)]
-            for of_shape in zip(*of_dtype, strict=True)
-        ]
-        title = f"Backwards, {dtype_name(dtype)}, one thread"
-        print(Table(title, ("tokens x heads x cols", "operator", "outputs", *isas), groups).markdown())
+    merged = [(*of_mask[0][:-1], *(row[-1] for row in of_mask)) for of_mask in zip(*of_isas, strict=True)]
+    header = ("dtype", "tokens x heads x cols", "operator", "outputs", *isas)
+    print(Table("Backwards, one thread", header, [merged]).markdown())
 
 
 if __name__ == "__main__":

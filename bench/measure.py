@@ -12,7 +12,7 @@ from bench.checks import find_error
 from bench.operators import Operator
 from bench.peers import Peer
 from bench.problems import Problem, Tensors
-from bench.timing import Timer, Timing, alternate, device_timer, interleave
+from bench.timing import Call, Timer, Timing, alternate, device_timer, interleave
 
 COPY = "copy"
 
@@ -57,7 +57,7 @@ def measure(
 ) -> list[Measurement]:
     """Measures problems of one size and memory, and one copy."""
     measurements = [Measurement(problem) for problem in problems]
-    copy = inputs["input"].clone
+    copy: Call = inputs["input"].clone
     if problems[0].memory == "preallocated":
         copy = partial(torch.empty_like(inputs["input"]).copy_, inputs["input"])
     timers: dict[tuple[Operator | None, str], Timer] = {(None, COPY): device_timer(copy, problems[0].size.device)}

@@ -182,38 +182,19 @@ def _composed(norm: Norm) -> dict[str, Norm]:
     return {"rms_norm": norm, "add_rms_norm": add_norm, "gated_rms_norm": gated_norm, "rms_norm_rope": rotated_norm}
 
 
-def normops_rms_norm(input: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    return normops.rms_norm(input, weight.shape, weight, EPS, **options)
-
-
-def normops_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    return normops.add_rms_norm(input, residual, weight.shape, weight, EPS, **options)
-
-
-def normops_gated_rms_norm(input: Tensor, gate: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    return normops.gated_rms_norm(input, gate, weight.shape, weight, EPS, **options)
-
-
-def normops_rms_norm_rope(input: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
-    return normops.rms_norm_rope(input, cos, sin, weight.shape, weight, EPS)
-
-
-def normops_modulated_rms_norm(input: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return normops.rms_norm(input, input.shape[-1], scale, EPS, weight_offset=1.0, bias=shift)
-
-
-def normops_channel_rms_norm(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return normops.rms_norm(input, len(weight), weight, EPS, bias=bias, dim=1, activation="silu")
-
-
-def not_modulated_rms_norm(input: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Uses one weight for all rows, through which scale and shift get their gradients."""
-    return normops.rms_norm(input, input.shape[-1], (scale + shift)[0, 0], EPS)
-
-
-def normops_rms_norm_then_weight(input: Tensor, weight: Tensor) -> Tensor:
-    """Computes the same bits as rounding="llama" with a rounded norm and torch's multiplication."""
-    return weight * normops.rms_norm(input, weight.shape, None, EPS)
+def _of_normops(**options: Any) -> dict[str, Norm]:
+    return {
+        "rms_norm": lambda x, w: normops.rms_norm(x, w.shape, w, EPS, **options),
+        "add_rms_norm": lambda x, residual, w: normops.add_rms_norm(x, residual, w.shape, w, EPS, **options),
+        "gated_rms_norm": lambda x, gate, w: normops.gated_rms_norm(x, gate, w.shape, w, EPS, **options),
+        "rms_norm_rope": lambda x, cos, sin, w: normops.rms_norm_rope(x, cos, sin, w.shape, w, EPS, **options),
+        "modulated_rms_norm": lambda x, scale, shift: normops.rms_norm(
+            x, x.shape[-1], scale, EPS, weight_offset=1.0, bias=shift, **options
+        ),
+        "channel_rms_norm": lambda x, w, bias: normops.rms_norm(
+            x, len(w), w, EPS, bias=bias, dim=1, activation="silu", **options
+        ),
+    }
 
 
 def _out(operator: str, options: Mapping[str, object], inputs: Tensors) -> Callable[[], object]:
@@ -251,18 +232,6 @@ def _backward_then_add_out(inputs: Tensors) -> Callable[[], object]:
         return grad_input.add_(inputs["grad_residual"]), grad_weight
 
     return call
-
-
-def f_rms_norm(input: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(input, weight.shape, weight, EPS)
-
-
-def f_modulated_rms_norm(input: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    return F.rms_norm(input, input.shape[-1:], None, EPS) * (1 + scale) + shift
-
-
-def f_layer_norm(input: Tensor, weight: Tensor) -> Tensor:
-    return F.layer_norm(input, weight.shape, weight, None, EPS)
 
 
 def normalized_channels(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -350,16 +319,7 @@ _NAMES = {
 }
 NORMOPS = Peer(
     "normops",
-    _with_autograd(
-        {
-            "rms_norm": normops_rms_norm,
-            "add_rms_norm": normops_add_rms_norm,
-            "gated_rms_norm": normops_gated_rms_norm,
-            "rms_norm_rope": normops_rms_norm_rope,
-            "modulated_rms_norm": normops_modulated_rms_norm,
-            "channel_rms_norm": normops_channel_rms_norm,
-        }
-    ),
+    _with_autograd(_of_normops()),
     {
         operator: partial(_out, _NAMES.get(operator, operator), _OPTIONS.get(name, {}))
         for name in TENSORS
@@ -368,16 +328,19 @@ NORMOPS = Peer(
     has_bounds=True,
 )
 
-_WITH_NORMOPS = _composed(normops_rms_norm)
-# Models rotate the rounded norm in a separate operation.
-_WITH_WEIGHT = {name: norm for name, norm in _composed(normops_rms_norm_then_weight).items() if name != "rms_norm_rope"}
+_WITH_NORMOPS = _composed(_of_normops()["rms_norm"])
 _ROTATED = {"rms_norm_rope": _WITH_NORMOPS["rms_norm_rope"]}
-_AS_LLAMA = {
-    "rms_norm": partial(normops_rms_norm, rounding="llama"),
-    "add_rms_norm": partial(normops_add_rms_norm, rounding="llama"),
-    "gated_rms_norm": partial(normops_gated_rms_norm, rounding="llama"),
+# Models rotate the rounded norm in a separate operation.
+_BUT_ROTATED = ("rms_norm", "add_rms_norm", "gated_rms_norm")
+_AS_LLAMA = _of_normops(rounding="llama")
+# The same bits, by a rounded norm and torch's multiplication.
+_WITH_WEIGHT = _composed(lambda x, w: w * normops.rms_norm(x, w.shape, None, EPS))
+# One weight for all rows, through which scale and shift get their gradients.
+_ONE_WEIGHT = {"modulated_rms_norm": lambda x, s, shift: normops.rms_norm(x, x.shape[-1], (s + shift)[0, 0], EPS)}
+_OF_TORCH = {
+    **_composed(lambda x, w: F.rms_norm(x, w.shape, w, EPS)),
+    "modulated_rms_norm": lambda x, s, shift: F.rms_norm(x, x.shape[-1:], None, EPS) * (1 + s) + shift,
 }
-_OF_TORCH = _composed(f_rms_norm) | {"modulated_rms_norm": f_modulated_rms_norm}
 _OF_LLAMA = _composed(llama_rms_norm) | {"gated_rms_norm": qwen3_next_rms_norm_gated}
 _NORMALIZED = {"channel_rms_norm": normalized_channels}
 PEERS = (
@@ -397,11 +360,11 @@ PEERS = (
         _with_autograd({"add_rms_norm": _WITH_NORMOPS["add_rms_norm"]}),
         {"add_rms_norm": _add_then_norm_out, "add_rms_norm_backward": _backward_then_add_out},
     ),
-    Peer("normops, llama", _with_autograd(_AS_LLAMA)),
-    Peer("normops, weight", _with_autograd(_WITH_WEIGHT)),
+    Peer("normops, llama", _with_autograd({name: _AS_LLAMA[name] for name in _BUT_ROTATED})),
+    Peer("normops, weight", _with_autograd({name: _WITH_WEIGHT[name] for name in _BUT_ROTATED})),
     Peer("normops, rotation", _with_autograd(_ROTATED)),
     Peer("normops, rotation-compiled", _with_autograd(_ROTATED, compiles=True)),
-    Peer("normops, one weight", _with_autograd({"modulated_rms_norm": not_modulated_rms_norm}), own_definition=True),
+    Peer("normops, one weight", _with_autograd(_ONE_WEIGHT), own_definition=True),
     Peer("F.normalize", _with_autograd(_NORMALIZED), own_definition=True),
     Peer("F.normalize-compiled", _with_autograd(_NORMALIZED, compiles=True), own_definition=True),
     Peer("F.rms_norm", _with_autograd(_OF_TORCH)),
@@ -429,5 +392,9 @@ PEERS = (
     _of_package("quack", "quack", {**_composed(quack_rms_norm), "add_rms_norm": quack_add_rms_norm}),
     _of_package("fla", "fla", {"gated_rms_norm": fla_gated_rms_norm}),
     _of_package("mamba", "mamba_ssm", {"gated_rms_norm": mamba_gated_rms_norm}),
-    Peer("F.layer_norm", _with_autograd(_composed(f_layer_norm)), own_definition=True),
+    Peer(
+        "F.layer_norm",
+        _with_autograd(_composed(lambda x, w: F.layer_norm(x, w.shape, w, None, EPS))),
+        own_definition=True,
+    ),
 )

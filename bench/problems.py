@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.operators import MODULATIONS, TABLES, Operator, heads_of, samples_of
+from bench.operators import MODULATIONS, TABLES, VECTORS, Operator, heads_of, samples_of
 
 Tensors = Mapping[str, Tensor]
 
@@ -75,19 +75,19 @@ def parse_shapes(name: str, itemsize: int) -> tuple[tuple[int, int], ...]:
 def make_inputs(size: Size, names: Iterable[str], seed: int = 0) -> Tensors:
     generator = torch.Generator(size.device).manual_seed(seed)
 
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=generator, device=size.device).mul_(scale)
+
     def make(name: str) -> Tensor:
-        if name == "weight":
-            return torch.randn(size.cols, generator=generator, device=size.device).mul_(0.1).add_(1).to(size.dtype)
-        if name == "bias":
-            return torch.randn(size.cols, generator=generator, device=size.device).mul_(0.1).to(size.dtype)
+        if name in VECTORS:
+            return random(size.cols, scale=0.1).add_(name == "weight")
         if name in MODULATIONS:
-            shape = samples_of(size.rows), 1, size.cols
-            return torch.randn(shape, generator=generator, device=size.device).mul_(0.1).to(size.dtype)
+            return random(samples_of(size.rows), 1, size.cols, scale=0.1)
         if name in TABLES:
             tokens = size.rows // heads_of(size.rows)
             frequencies = 10000 ** -(torch.arange(size.cols, device=size.device) % -(-size.cols // 2) / size.cols * 2)
             angles = torch.outer(torch.arange(tokens, device=size.device), frequencies)
-            return (angles.cos() if name == "cos" else angles.sin()).to(size.dtype)
-        return torch.randn(size.rows, size.cols, generator=generator, device=size.device).to(size.dtype)
+            return angles.cos() if name == "cos" else angles.sin()
+        return random(size.rows, size.cols)
 
-    return {name: make(name) for name in sorted(names)}
+    return {name: make(name).to(size.dtype) for name in sorted(names)}

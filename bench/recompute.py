@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,30 +53,21 @@ class GemmaLlama(Llama):
 MODELS = {"Llama": Llama, "Qwen3-like": QKNormLlama, "Gemma-like": GemmaLlama}
 
 
-def _ways() -> dict[str, tuple[type[nn.RMSNorm], Callable[[], AbstractContextManager[None]], dict[str, Any] | None]]:
-    return {
-        "eager, torch.nn.RMSNorm": (nn.RMSNorm, nullcontext, None),
-        "eager, normops.RMSNorm": (normops.RMSNorm, nullcontext, None),
-        "eager, normops.RMSNorm, recomputed": (normops.RMSNorm, normops.recompute_norms, None),
-        "compiled, torch.nn.RMSNorm": (nn.RMSNorm, nullcontext, {}),
-        "compiled, normops.RMSNorm": (normops.RMSNorm, nullcontext, {}),
-        "compiled, normops.RMSNorm, recomputed": (normops.RMSNorm, normops.recompute_norms, {}),
-    }
-
-
-def held_by(call: Callable[[], Tensor]) -> int:
-    """Returns the bytes that a forward holds: the tensors saved for its backward, and its result."""
-    changes, _ = memory_changes(call)
-    return sum(changes)
+NORMS: dict[str, tuple[type[nn.RMSNorm], Callable[[], AbstractContextManager[None]]]] = {
+    "torch.nn.RMSNorm": (nn.RMSNorm, nullcontext),
+    "normops.RMSNorm": (normops.RMSNorm, nullcontext),
+    "normops.RMSNorm, recomputed": (normops.RMSNorm, normops.recompute_norms),
+}
 
 
 def _rows(name: str, batch: int, seconds: float) -> list[Row]:
     tokens = torch.randint(VOCABULARY, (batch, CONTEXT), generator=torch.Generator().manual_seed(0))
     held, steps = {}, {}
-    for way, (norm, context, options) in _ways().items():
+    for mode, norms in product(("eager", "compiled"), NORMS):
+        norm, context = NORMS[norms]
         torch.manual_seed(0)
         model = MODELS[name](norm, fused=issubclass(norm, normops.RMSNorm))
-        forward: Any = model if options is None else torch.compile(model, fullgraph=True, **options)
+        forward: Any = torch.compile(model, fullgraph=True) if mode == "compiled" else model
 
         def loss(forward: Any = forward, context: Any = context) -> Tensor:
             with context():
@@ -87,13 +79,10 @@ def _rows(name: str, batch: int, seconds: float) -> list[Row]:
             model.zero_grad()
 
         step()
-        held[way], steps[way] = held_by(loss), host_timer(step, "cpu")
+        changes, _ = memory_changes(loss)  # the tensors saved for the backward, and the result
+        held[mode, norms], steps[mode, norms] = sum(changes), host_timer(step, "cpu")
     timings = alternate(steps, turns=11, seconds=seconds)
-    rows: list[Row] = []
-    for way in held:
-        mode, norms = way.split(", ", 1)
-        rows.append((name, mode, norms, f"{held[way] / 1e6:.2f} MB", format_seconds(timings[way].median)))
-    return rows
+    return [(name, *way, f"{held[way] / 1e6:.2f} MB", format_seconds(timings[way].median)) for way in held]
 
 
 def main() -> None:

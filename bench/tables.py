@@ -64,14 +64,18 @@ def summary_table(measurements: Sequence[Measurement]) -> Table:
     names = [peer.name for peer in PEERS if any(peer.name in m.timings or peer.name in m.wrong for m in measurements)]
     peers = [name for name in names if name != NORMOPS.name]
 
-    def row(measurement: Measurement) -> Row:
-        cells = [format_seconds(measurement.timings[COPY].median), _normops_cell(measurement)]
-        for name in peers:
-            if name in measurement.timings and NORMOPS.name in measurement.timings:
-                cells.append(f"{measurement.ratio(name, NORMOPS.name):.2f}x{_range(measurement, name)}")
-            else:
-                cells.append("wrong" if name in measurement.wrong else "-")
-        return str(measurement.problem.size), *cells
+    def cell(m: Measurement, name: str) -> str:
+        if name not in m.timings or NORMOPS.name not in m.timings:
+            return "wrong" if name in m.wrong else "-"
+        if name == NORMOPS.name:
+            return f"{format_seconds(m.timings[name].median)} ({m.ratio(name, COPY):.2f}x)"
+        ratios = m.ratios(name, NORMOPS.name)
+        extremes = "" if m.processes is None else f" ({min(ratios):.2f} to {max(ratios):.2f})"
+        return f"{m.ratio(name, NORMOPS.name):.2f}x{extremes}"
+
+    def row(m: Measurement) -> Row:
+        cells = (cell(m, name) for name in (NORMOPS.name, *peers))
+        return str(m.problem.size), format_seconds(m.timings[COPY].median), *cells
 
     title = f"{_title(measurements)}: normops over copy, peers over normops"
     if measurements[0].processes is not None:
@@ -114,20 +118,6 @@ def _notes(measurements: Sequence[Measurement]) -> Iterator[str]:
     for peer in PEERS:
         if peer.own_definition and peer.name in measurements[0].timings:
             yield f"{peer.name} computes another function; it is here for scale"
-
-
-def _normops_cell(measurement: Measurement) -> str:
-    if NORMOPS.name not in measurement.timings:
-        return "wrong"
-    return f"{format_seconds(measurement.timings[NORMOPS.name].median)} ({measurement.ratio(NORMOPS.name, COPY):.2f}x)"
-
-
-def _range(measurement: Measurement, name: str) -> str:
-    """Formats the range of the ratios over the processes, which their median does not show."""
-    if measurement.processes is None:
-        return ""
-    ratios = measurement.ratios(name, NORMOPS.name)
-    return f" ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _three_digits(number: float) -> str:

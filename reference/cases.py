@@ -270,16 +270,13 @@ SIZES = tuple(_sizes())
 CASES = (*SIZES, *_dtypes(), *_layouts(), *_shapes(), *_groups())
 
 # A few of each kind, for tests that take long per case.
-FEW_CASES = tuple(
-    Case(shape, dtype, normalized_dims, weight_dtype, EPS, weight_offset, layout, grad_layout, has_residual, *groups)
-    for shape, dtype, normalized_dims, weight_dtype, weight_offset, layout, grad_layout, has_residual, *groups in (
-        ((4, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False),
-        ((4, 8), torch.float32, 1, None, 0.0, contiguous, contiguous, True),
-        ((2, 3, 8), torch.bfloat16, 1, torch.float32, 1.0, transposed, expanded_scalar, True),
-        ((2, 3, 2, 8), torch.float16, 1, torch.float16, 0.0, qkv_slice, padded_rows, False),
-        ((3, 2, 4), torch.float64, 2, torch.float64, 0.0, strided_columns, contiguous, True),
-        ((0, 8), torch.float32, 1, torch.float32, 0.0, contiguous, contiguous, False),
-        ((5, 3, 2, 8), torch.float32, 1, torch.bfloat16, 1.0, qkv_slice, transposed, True, 2),
-        ((3, 4, 8), torch.bfloat16, 1, torch.bfloat16, 1.0, contiguous, contiguous, True, 2, (1,)),
-    )
+FEW_CASES = (
+    Case((4, 8), torch.float32, 1, torch.float32),
+    Case((4, 8), torch.float32, has_residual=True),
+    Case((2, 3, 8), torch.bfloat16, 1, torch.float32, EPS, 1.0, transposed, expanded_scalar, True),
+    Case((2, 3, 2, 8), torch.float16, 1, torch.float16, EPS, 0.0, qkv_slice, padded_rows),
+    Case((3, 2, 4), torch.float64, 2, torch.float64, layout=strided_columns, has_residual=True),
+    Case((0, 8), torch.float32, 1, torch.float32),
+    Case((5, 3, 2, 8), torch.float32, 1, torch.bfloat16, EPS, 1.0, qkv_slice, transposed, True, 2),
+    Case((3, 4, 8), torch.bfloat16, 1, torch.bfloat16, EPS, 1.0, contiguous, contiguous, True, 2, (1,)),
 )
