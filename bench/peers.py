@@ -311,7 +311,10 @@ def _of_package(name: str, package: str, norms: Mapping[str, Norm]) -> Peer:
 
 
 # Operators with other names or options than the measured ones.
-_OPTIONS = {"modulated_rms_norm": {"weight_offset": 1.0}, "channel_rms_norm": {"dim": -2, "activation": "silu"}}
+_OPTIONS: dict[str, dict[str, object]] = {
+    "modulated_rms_norm": {"weight_offset": 1.0},
+    "channel_rms_norm": {"dim": -2, "activation": "silu"},
+}
 _NAMES = {
     "add_rms_norm_backward": "rms_norm_backward",
     "modulated_rms_norm": "rms_norm",
@@ -336,8 +339,10 @@ _AS_LLAMA = _of_normops(rounding="llama")
 # The same bits, by a rounded norm and torch's multiplication.
 _WITH_WEIGHT = _composed(lambda x, w: w * normops.rms_norm(x, w.shape, None, EPS))
 # One weight for all rows, through which scale and shift get their gradients.
-_ONE_WEIGHT = {"modulated_rms_norm": lambda x, s, shift: normops.rms_norm(x, x.shape[-1], (s + shift)[0, 0], EPS)}
-_OF_TORCH = {
+_ONE_WEIGHT: dict[str, Norm] = {
+    "modulated_rms_norm": lambda x, s, shift: normops.rms_norm(x, x.shape[-1], (s + shift)[0, 0], EPS)
+}
+_OF_TORCH: dict[str, Norm] = {
     **_composed(lambda x, w: F.rms_norm(x, w.shape, w, EPS)),
     "modulated_rms_norm": lambda x, s, shift: F.rms_norm(x, x.shape[-1:], None, EPS) * (1 + s) + shift,
 }

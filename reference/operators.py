@@ -133,8 +133,9 @@ class Operator:
 
     @property
     def oracle(self) -> Callable[..., Any]:
-        """Returns a Bounded, or a tuple with one for each result, or None for a result that is None."""
-        return getattr(oracle, self.name)  # type: ignore[no-any-return]
+        """The function that returns a Bounded, or a tuple with one for each result: None for a result that is None."""
+        function: Callable[..., Any] = getattr(oracle, self.name)
+        return function
 
     @property
     def packet(self) -> Any:
@@ -240,7 +241,7 @@ class Operator:
 
     def expected(self, arguments: Mapping[str, object]) -> tuple[Bounded | None, ...]:
         """Returns the oracle's values and bounds of the results."""
-        mask = arguments.get("output_mask", [True] * len(self.outputs))
+        mask: Any = arguments.get("output_mask", [True] * len(self.outputs))
         bounded = self.oracle(**{name: value for name, value in arguments.items() if name != "output_mask"})
         results = (bounded,) if isinstance(bounded, Bounded) else bounded
         return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))

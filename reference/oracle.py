@@ -35,6 +35,12 @@ class BiasedBackward(NamedTuple):
     grad_bias: Bounded | None
 
 
+class GatedBackward(NamedTuple):
+    grad_input: Bounded
+    grad_gate: Bounded
+    grad_weight: Bounded | None
+
+
 class _Value(NamedTuple):
     """A value with its possible errors. ``roundoffs``: the sum of the terms' magnitudes, each times its roundings;
     ``underflow``: the additional error where a number that the value depends on is too small for the dtype."""
@@ -398,7 +404,7 @@ def gated_rms_norm_backward(
     activation: str = "silu",
     norm_before_gate: bool = True,
     **options: Any,
-) -> tuple[Bounded, Bounded, Bounded | None]:
+) -> GatedBackward:
     t = _terms(input, *norm, **options)
     roundings = ACTIVATION_ROUNDINGS[activation] + 1  # of a product with an activation
     a, slope = _activated(t.rows(gate), t.compute, activation)
@@ -414,7 +420,7 @@ def gated_rms_norm_backward(
         for_product = _grad_input(t, dy.value, h_roundings=roundings, h_underflow=u.underflow)
         for_input = t.product(for_product, a)
         for_gate = t.product(t.product(for_product, x), slope)
-    return t.bounded(for_input), t.bounded(for_gate, gate.dtype), _grad_weight(t, g, n)
+    return GatedBackward(t.bounded(for_input), t.bounded(for_gate, gate.dtype), _grad_weight(t, g, n))
 
 
 def _shifted(t: _Terms, bias: Tensor | None) -> _Value:
