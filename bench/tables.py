@@ -26,7 +26,7 @@ class Table:
             "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in group)
             for group in [[self.header], *self.groups]
         ]
-        return "\n\n".join([self.title, *groups, "\n".join(self.notes)])
+        return "\n\n".join([self.title, *groups, *(["\n".join(self.notes)] if self.notes else [])])
 
     def markdown(self) -> str:
         ruler = ("---", *("---:" for _ in self.header[1:]))
