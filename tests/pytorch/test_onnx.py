@@ -298,6 +298,6 @@ def test_channel_rms_norm_matches_the_oracle(opset_version: int, dtype: torch.dt
     x = cases.values((2, 4, 3, 4), dtype, 3)
     for (dim, activation, mode), output in zip(OverChannels.CHOICES, program(x, *parameters), strict=True):
         expected = oracle.channel_rms_norm(
-            x, (4,), parameters[0], EPS, 0.5, mode, parameters[1], dim=dim, activation=activation
+            x, (4,), parameters[0], EPS, 0.5, mode, bias=parameters[1], dim=dim, activation=activation
         )
         oracle.assert_within(output, expected, f"{dim}, {activation}, {mode}")
