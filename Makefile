@@ -100,7 +100,7 @@ check-cuda-compile:
 	FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST=all $(MAKE) install-dev
 	FORCE_CUDA=1 $(BIN)/python -m pytest tests/gpu/test_cuda_compile.py
 
-# Needs an NVIDIA GPU, nvcc and a $(PYTHON) with a CUDA build of torch, ninja and pytest, and downloads nothing.
+# Needs an NVIDIA GPU, nvcc and a $(PYTHON) with a CUDA build of torch, ninja, pytest and rich, and downloads nothing.
 # Nine minutes at most for each step of STEP. WHEELS is a folder of implementations to measure beside; with DEVICE=cpu it
 # is a rehearsal.
 STEP ?= 1

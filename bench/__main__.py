@@ -12,6 +12,8 @@ calls of all operators alternate on each size, in several processes. Timings are
 are computed in each process; their median, minimum and maximum are shown.
 """
 
+from rich.console import Console
+
 from bench import environment
 from bench.arguments import parse_arguments
 from bench.overhead import measure_overhead
@@ -28,8 +30,10 @@ def main() -> None:
         report.overhead = measure_overhead(arguments.device)
     measure_all = measure_problems if arguments.processes is None else measure_in_processes
     measure_all(arguments, report)
+    # Wrapped lines in a narrow terminal are more useful than truncated columns.
+    wide = Console(width=max(Console().width, 160), highlight=False)
     for table in report.tables()[::-1]:  # the end of the output is read first
-        print(f"\n{table.text()}")
+        wide.print(table.rich())
     if arguments.save is not None:
         print(f"wrote {', '.join(map(str, report.save(arguments.save)))}")
 

@@ -1,11 +1,11 @@
 """Measures the problems of a run, in this process or in several new ones."""
 
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 
 import torch
+from rich.progress import track
 
 from bench import environment
 from bench.arguments import Arguments, parse_arguments
@@ -26,12 +26,10 @@ def set_up(arguments: Arguments) -> None:
 def measure_problems(arguments: Arguments, report: Report) -> None:
     interleave = arguments.processes is not None
     reads = {name for operator in arguments.operators for name in operator.reads}
-    for size, of_size in arguments.problems().items():
+    for size, of_size in track(arguments.problems().items(), "sizes", disable=interleave):
         inputs = make_inputs(size, reads)
         groups = [of_size] if interleave else [[problem] for problem in of_size]
         for together in filter(None, groups):
-            if sys.stderr.isatty():
-                print(f"\r\033[K{together[0]}", end="", file=sys.stderr, flush=True)
             seconds = arguments.seconds * len(together)
             report.measurements += measure(
                 together, inputs, arguments.peers, turns=arguments.turns, seconds=seconds, interleaved=interleave
@@ -51,7 +49,7 @@ def measure_in_this_process() -> Report:
 
 def measure_in_processes(arguments: Arguments, report: Report) -> None:
     reports = []
-    for _ in range(arguments.processes or 1):
+    for _ in track(range(arguments.processes or 1), "processes"):
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # a new process, with unused memory
             reports.append(pool.submit(measure_in_this_process).result())
     report.measurements = [merge(of_problem) for of_problem in zip(*(r.measurements for r in reports), strict=True)]

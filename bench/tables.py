@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import rich.box
+import rich.table
+
 from bench.measure import COPY, Measurement
 from bench.overhead import BASE, Overhead
 from bench.peers import NORMOPS, PEERS
@@ -15,18 +18,21 @@ class Table:
     title: str
     header: Row
     groups: list[list[Row]]
-    """Rows that belong together."""
+    """Rows, with a line after each group."""
     notes: list[str] = field(default_factory=list)
 
-    def text(self) -> str:
-        """Formats the table for a terminal, with a blank line after each group."""
-        rows = [self.header, *(row for group in self.groups for row in group)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        groups = [
-            "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in group)
-            for group in [[self.header], *self.groups]
-        ]
-        return "\n\n".join([self.title, *groups, *(["\n".join(self.notes)] if self.notes else [])])
+    def rich(self) -> rich.table.Table:
+        table = rich.table.Table(
+            title=self.title, title_justify="left", caption_justify="left", box=rich.box.SIMPLE_HEAD
+        )
+        table.caption = "\n".join(self.notes)
+        for index, name in enumerate(self.header):
+            table.add_column(name, justify="right" if index else "left", no_wrap=True)
+        for group in self.groups:
+            for row in group:
+                table.add_row(*row, style="bold" if NORMOPS.name in row else None)
+            table.add_section()
+        return table
 
     def markdown(self) -> str:
         ruler = ("---", *("---:" for _ in self.header[1:]))
