@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import warnings
 import weakref
 from abc import ABC
 from collections.abc import Callable
@@ -19,16 +18,13 @@ from norms_of_others import Block, LlamaNorm, model
 from profiles import operators_run
 from sampling import pairwise
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from traced_graphs import trace
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import normops
 from normops.adoption.norm import DTYPES
 
 SIZE = 64
 Kind = TypeVar("Kind")
-ROUNDED = (torch.float16, torch.bfloat16)
 
 
 def rows(*batch: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -61,17 +57,6 @@ def test_computes_the_same(norm: Callable[[int], nn.Module], dtype: torch.dtype,
     torch.testing.assert_close(y.double(), expected.double(), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
-def test_one_rounding_is_more_accurate(dtype: torch.dtype) -> None:
-    original, patched = others.patched_pair(partial(LlamaNorm, SIZE), dtype)
-    x = rows(256, dtype=dtype)
-    weight = patched.get_parameter("weight")
-    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-    normal = exact.abs() > torch.finfo(dtype).tiny
-    errors = [((y.double() - exact) / exact)[normal].abs().max() for y in (patched(x), original(x))]
-    assert errors[0] <= 0.502 * torch.finfo(dtype).eps < errors[1]
-
-
 def test_report_lists_every_norm() -> None:
     blocks = model()
     blocks.append(nn.LayerNorm(32)).append(others.UnusedBiasNorm(32)).append(normops.RMSNorm(32))
@@ -83,6 +68,8 @@ def test_report_lists_every_norm() -> None:
     assert report.skipped == {"3": unused}
     assert report.others == {"2": "LayerNorm"}
     assert report.already == {"4": "RMSNorm"}
+    assert others.patch(normops.GatedRMSNorm(32)).already == {"": "GatedRMSNorm"}
+    assert str(others.patch(nn.Linear(2, 2))) == "norms: 0 patched"
     assert str(report).splitlines() == [
         "norms: 4 patched, 1 skipped, 1 not RMSNorms, 1 ran normops before",
         f"patched:            2 x *.input_norm   {llama}",
@@ -91,10 +78,6 @@ def test_report_lists_every_norm() -> None:
         "not RMSNorms:           2              LayerNorm",
         "ran normops before:     4              RMSNorm",
     ]
-
-
-def test_nothing_to_patch() -> None:
-    assert str(others.patch(nn.Linear(2, 2))) == "norms: 0 patched"
 
 
 UNEXAMINED: dict[str, Callable[[], nn.Module]] = {
@@ -114,14 +97,6 @@ def test_module_that_cannot_be_examined_does_not_stop_the_patch(reason: str) -> 
     assert normops.unpatch(blocks) == 2
 
 
-def test_unsupported_original_rounding_is_skipped() -> None:
-    report = others.patch(others.FactorNorm(32), rounding="original")
-    remedy = 'patch(model, rounding="once") takes it'
-    reason = f'FactorNorm: rounds in an order that rounding="original" does not support; {remedy}'
-    assert list(report.skipped.values()) == [reason]
-    assert others.patch(others.FactorNorm(32)).patched
-
-
 def test_failed_strict_patch_changes_nothing() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -137,10 +112,8 @@ def test_failed_strict_patch_changes_nothing() -> None:
         "skipped:  biased  UnusedBiasNorm: does not use its bias; write normops.rms_norm into its forward"
     )
     assert type(two.good) is LlamaNorm
-
-
-def test_strict_ignores_other_norms() -> None:
-    assert others.patch(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), strict=True).patched
+    del two.biased
+    assert list(others.patch(two, strict=True).patched) == ["good"]
 
 
 def test_invalid_arguments_raise() -> None:
@@ -148,6 +121,8 @@ def test_invalid_arguments_raise() -> None:
         others.patch(torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r'^rounding: expected "once" or "original", but got \'twice\'$'):
         others.patch(nn.RMSNorm(2), rounding="twice")
+    with pytest.raises(ValueError, match=r'^by: expected "source" or "measurement", but got \'guess\'$'):
+        normops.patch(nn.RMSNorm(8), by="guess")  # type: ignore[arg-type]
 
 
 def test_patch_is_idempotent_and_can_be_undone() -> None:
@@ -177,8 +152,10 @@ def test_patch_is_idempotent_and_can_be_undone() -> None:
 
 def test_patch_with_another_rounding_replaces_the_first() -> None:
     norm = LlamaNorm(32)
+    add_hook_to_module(norm, ModelHook())
     others.patch(norm)
     assert len(others.patch(norm, rounding="original").patched) == 1
+    assert vars(norm)["_old_forward"].__func__ is type(norm).forward
     assert not others.patch(norm, rounding="original").patched
     normops.unpatch(norm)
     assert type(norm) is LlamaNorm
@@ -201,12 +178,18 @@ def test_input_may_be_a_keyword_argument() -> None:
     assert torch.equal(norm(hidden_states=x), norm(x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_default_device_does_not_matter(device: str) -> None:
-    norm = LlamaNorm(32).to(device)
-    with torch.device("meta"):
-        assert len(others.patch(norm).patched) == 1
-    assert norm(torch.empty(2, 32, device=device)).shape == (2, 32)
+def test_default_device_and_dtype_do_not_matter(device: str, dtype: torch.dtype) -> None:
+    norm, x = LlamaNorm(32).to(device), torch.ones(2, 32, device=device)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            assert len(others.patch(norm).patched) == 1
+        assert norm(x).dtype == torch.float32
+        assert device == "meta" or uses_normops(norm, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_parameters_emptied_by_zero_3_are_patched() -> None:
@@ -274,15 +257,6 @@ def test_failure_leaves_every_module_unpatched(monkeypatch: pytest.MonkeyPatch) 
     assert [type(each) for each in blocks] == [First, Second]
 
 
-class Flagged(LlamaNorm):
-    def __init__(self, flag: Any) -> None:
-        super().__init__(32)
-        self.flag = flag
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return LlamaNorm.forward(self, hidden_states) if self.flag else hidden_states
-
-
 def redefined() -> type[LlamaNorm]:
     """Returns a new class in each call, like a notebook whose cell runs again."""
 
@@ -319,14 +293,6 @@ def test_equal_modules_share_a_patched_class() -> None:
     normops.unpatch(first)
     assert others.patch(first).patched
     assert type(first) is cls
-
-
-def test_equal_attributes_of_different_types_are_patched() -> None:
-    x = torch.randn(2, 32)
-    for flag in (True, 1, 1.0):
-        norm = Flagged(flag)
-        assert others.patch(norm).patched
-        assert uses_normops(norm, x)
 
 
 class Strange(nn.Module):
@@ -395,14 +361,6 @@ def test_equal_layers_are_compiled_once() -> None:
     assert len(frames) == 1
 
 
-def test_exported_norm_keeps_its_argument_name() -> None:
-    norm = LlamaNorm(8)
-    others.patch(norm)
-    rows = torch.export.Dim("rows")
-    program = torch.export.export(norm, (torch.randn(4, 8),), dynamic_shapes={"hidden_states": {0: rows}})
-    assert program.module()(torch.randn(5, 8)).shape == (5, 8)
-
-
 def test_shared_norm_is_patched_once() -> None:
     norm = LlamaNorm(8)
     report = others.patch(nn.ModuleList([norm, norm, Block(size=8)]))
@@ -428,24 +386,6 @@ def test_patched_norm_can_be_parametrized() -> None:
     torch.testing.assert_close(norm(x), expected)
     nn.utils.parametrize.remove_parametrizations(norm, "weight")
     assert type(norm) is LlamaNorm
-
-
-def test_fsdp_wraps_by_class() -> None:
-    norm = LlamaNorm(32)
-    others.patch(norm)
-    options: Any = {"recurse": False, "nonwrapped_numel": 1}
-    assert transformer_auto_wrap_policy(norm, transformer_layer_cls={LlamaNorm}, **options)
-    assert not transformer_auto_wrap_policy(norm, transformer_layer_cls={nn.RMSNorm}, **options)
-
-
-def test_transformers_initializes_patched_norms_by_class_name() -> None:
-    llama = LlamaForCausalLM(
-        LlamaConfig(vocab_size=32, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
-    )
-    others.patch(llama)
-    nn.init.zeros_(llama.model.norm.weight)
-    llama.apply(llama._init_weights)
-    assert torch.equal(llama.model.norm.weight, torch.ones(64))
 
 
 def test_class_with_init_subclass_is_skipped() -> None:
@@ -502,30 +442,18 @@ def test_class_derived_from_the_patched_one_may_override_a_helper() -> None:
     assert torch.equal(norm(x), torch.zeros(2, 32))
 
 
-def test_compiled_code_notices_a_replaced_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_forward_of_the_class_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger replaces forwards of classes; its replacement must run, in compiled code, too."""
     norm, x = others.GemmaNorm(32), torch.randn(2, 32)
     others.patch(norm)
     torch._dynamo.reset()
     compiled = torch.compile(norm, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), norm(x))
     monkeypatch.setattr(others.GemmaNorm, "forward", lambda self, x: 3.0 * x)
+    assert torch.equal(norm(x), 3.0 * x)
     assert torch.equal(compiled(x), 3.0 * x)
-
-
-def test_patch_with_another_rounding_under_a_hook() -> None:
-    norm = LlamaNorm(32)
-    add_hook_to_module(norm, ModelHook())
-    assert others.patch(norm).patched
-    assert others.patch(norm, rounding="original").patched
-    assert vars(norm)["_old_forward"].__func__ is type(norm).forward
-
-
-def test_jit_trace_raises_no_warning() -> None:
-    norm = LlamaNorm(32)
-    others.patch(norm)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", torch.jit._trace.TracerWarning)
-        torch.jit.trace(norm, torch.randn(2, 32))
+    monkeypatch.undo()
+    assert uses_normops(norm, x)
 
 
 class BiasAlone(nn.Module):
@@ -552,13 +480,3 @@ def test_unpatch_during_a_copy() -> None:
     reduce = norm.__reduce_ex__
     normops.unpatch(norm)
     assert reduce(4)[1] == (LlamaNorm,)
-
-
-def test_replaced_forward_of_the_class_runs() -> None:
-    """Liger replaces forwards of classes; its replacement must run."""
-    norm, x = LlamaNorm(32), torch.randn(2, 32)
-    others.patch(norm)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LlamaNorm, "forward", lambda self, hidden_states: 3 * hidden_states)
-        assert torch.equal(norm(x), 3 * x)
-    assert uses_normops(norm, x)
