@@ -471,12 +471,3 @@ def test_bias_without_a_weight_may_have_another_dtype(rounding: Any) -> None:
     norm, plain, x = BiasAlone(), BiasAlone(), torch.randn(4, 32).bfloat16()
     assert others.patch(norm, rounding=rounding).patched
     torch.testing.assert_close(norm(x), plain(x), rtol=2.0**-7, atol=2.0**-7)
-
-
-def test_unpatch_during_a_copy() -> None:
-    """Another thread may unpatch between the look-up of ``__reduce_ex__`` and its call."""
-    norm = LlamaNorm(32)
-    others.patch(norm)
-    reduce = norm.__reduce_ex__
-    normops.unpatch(norm)
-    assert reduce(4)[1] == (LlamaNorm,)

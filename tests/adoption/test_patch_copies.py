@@ -2,13 +2,11 @@
 
 import copy
 import io
-import multiprocessing
 import pickle
 import pickletools
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import norms_of_others as others
@@ -16,32 +14,18 @@ import pytest
 import torch
 from alike import assert_alike
 from norms_of_others import LlamaNorm
-from sampling import marked
 from torch import nn
 
 import normops
-from normops.adoption.patched_class import Made, Patched, class_of
+from normops.adoption.patched_class import Patched
 
 SIZE = 32
-ROUNDS = 60
-
-
-@pytest.fixture
-def frequent_switches() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 def patched(norm: Callable[[int], nn.Module] = LlamaNorm) -> Any:
     module = norm(SIZE)
     assert len(others.patch(module, strict=True).patched) == 1
     return module
-
-
-def pickled(protocol: int) -> Callable[[nn.Module], nn.Module]:
-    return lambda module: pickle.loads(pickle.dumps(module, protocol))
 
 
 def saved(module: nn.Module) -> nn.Module:
@@ -54,7 +38,7 @@ def saved(module: nn.Module) -> nn.Module:
 COPIED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "pickle": pickled(pickle.DEFAULT_PROTOCOL),
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
     "torch.save": saved,
 }
 every_copy = pytest.mark.parametrize("copied", COPIED.values(), ids=COPIED)
@@ -73,17 +57,7 @@ class Hidden:
         self.inner = inner
 
 
-def with_itself() -> Any:
-    """Returns a norm that refers to itself in an attribute, a tuple, a container and a bound method."""
-    norm = LlamaNorm(SIZE)
-    vars(norm).update(attribute=norm, parts=(norm, [norm], Hidden(norm)), method=norm.extra_repr)
-    assert len(others.patch(norm, strict=True).patched) == 1
-    return norm
-
-
-@pytest.mark.parametrize(
-    "copied", [*COPIED.values(), *marked(pytest.mark.full, map(pickled, range(2, 6)))], ids=[*COPIED, *"2345"]
-)
+@every_copy
 @pytest.mark.parametrize("norm", others.NORMS, ids=lambda norm: norm.__name__)
 def test_copies_are_patched_and_independent(
     norm: Callable[[int], nn.Module], copied: Callable[[nn.Module], nn.Module]
@@ -108,22 +82,27 @@ def test_copies_are_patched_and_independent(
 
 
 @every_copy
-def test_copies_of_copies_of_models(copied: Callable[[nn.Module], nn.Module]) -> None:
-    model, original = others.model(), others.model()
-    others.patch(model)
-    again = copied(copy.deepcopy(copied(model)))
-    assert len(others.patch(again).already) == 4
-    x = torch.randn(4, SIZE)
-    assert_alike(again(x), original(x), "copied")
-
-
-@every_copy
-def test_references_to_itself_become_references_to_the_copy(copied: Callable[[nn.Module], nn.Module]) -> None:
-    norm = with_itself()
+@pytest.mark.parametrize("patched_while_copied", [False, True])
+def test_references_to_itself_become_references_to_the_copy(
+    copied: Callable[[nn.Module], nn.Module], patched_while_copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``copy`` looks for ``__deepcopy__``, which a module without the patch lacks, and later for ``__reduce_ex__``."""
+    norm: Any = LlamaNorm(SIZE)
+    vars(norm).update(attribute=norm, parts=(norm, [norm], Hidden(norm)), method=norm.extra_repr)
+    model: Any = nn.ModuleList([norm, nn.Sequential(norm)])
+    others.patch(model, strict=True)
+    if patched_while_copied:
+        monkeypatch.delattr(Patched, "__copy__")
+        monkeypatch.delattr(Patched, "__deepcopy__")
     again: Any = copied(norm)
     referred = norm if copied is copy.copy else again  # a shallow copy shares what the original refers to
     first, (second,), hidden = again.parts
     assert all(each is referred for each in (again.attribute, first, second, hidden.inner, again.method.__self__))
+    assert again is not norm
+    assert_patched(again)
+    if copied is not copy.copy:
+        models = copied(model)
+        assert models[0] is models[1][0] is models[0].attribute
 
 
 def _defining(name: str, value: Any) -> nn.Module:
@@ -148,23 +127,6 @@ def test_class_that_customizes_copying_is_skipped(norm: nn.Module) -> None:
     ]
 
 
-def test_model_that_shares_a_norm_shares_its_copy() -> None:
-    model: Any = nn.ModuleList([norm := with_itself(), nn.Sequential(norm)])
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert again[0] is again[1][0] is again[0].attribute
-        assert_patched(again[0])
-
-
-def test_copy_of_the_dictionary_keeps_the_given_class() -> None:
-    norm, x = patched(), torch.randn(2, SIZE)
-    for cls in (LlamaNorm, type(norm)):
-        again: Any = object.__new__(cls)
-        vars(again).update(vars(norm), _parameters={"weight": nn.Parameter(torch.full((SIZE,), 3.0))})
-        assert isinstance(again, Patched) == (cls is not LlamaNorm)
-        torch.testing.assert_close(again(x), LlamaNorm.forward(again, x))
-    assert_patched(norm)
-
-
 def test_replicas_of_data_parallel_have_their_own_weight() -> None:
     """Imitates ``torch.nn.parallel.replicate``, which requires GPUs: parameters become plain attributes."""
     norm, x = patched(), torch.randn(2, SIZE)
@@ -173,14 +135,6 @@ def test_replicas_of_data_parallel_have_their_own_weight() -> None:
     replica.weight = torch.full((SIZE,), 3.0)
     torch.testing.assert_close(replica(x), 3.0 * norm(x))
     assert isinstance(replica, Patched)
-
-
-def test_to_empty_keeps_the_patch() -> None:
-    norm = patched().to("meta").to_empty(device="cpu")
-    norm.load_state_dict({"weight": torch.full((SIZE,), 3.0)})
-    assert_patched(norm)
-    x = torch.randn(2, SIZE)
-    torch.testing.assert_close(norm(x), LlamaNorm.forward(norm, x))
 
 
 def hooked(x: torch.Tensor) -> torch.Tensor:
@@ -199,125 +153,38 @@ def test_forward_stored_by_a_hook_is_that_of_the_copy(copied: Callable[[nn.Modul
     assert len(others.patch(again).already) == 1
 
 
-# Threads and processes.
-
-
-def run_in_threads(*functions: Callable[[], None]) -> None:
-    """Runs each function in a thread, and raises the first error."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(functions))
-
-    def run(function: Callable[[], None]) -> None:
-        start.wait()
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
-
-
-def repeated(function: Callable[[], object], rounds: int = ROUNDS) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(rounds):
-            function()
-
-    return run
-
-
-@every_copy
-@pytest.mark.usefixtures("frequent_switches")
-def test_threads_that_copy_and_call_one_module(copied: Callable[[nn.Module], nn.Module]) -> None:
-    norm, x = patched(), torch.randn(2, SIZE)
-    own, expected = [(name, id(value)) for name, value in vars(norm).items()], norm(x)
-
-    def call() -> None:
-        assert torch.equal(norm(x), expected)
-        assert [(name, id(value)) for name, value in vars(norm).items()] == own
-        assert [*norm.state_dict()] == ["weight"]
-
-    run_in_threads(*[repeated(lambda: assert_patched(copied(norm)))] * 3, repeated(call))
-    assert_patched(norm)
-    assert normops.unpatch(norm) == 1
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
-def test_module_that_is_patched_while_it_is_copied(
-    copied: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``copy`` looks for ``__deepcopy__``, which a module without the patch lacks, and later for ``__reduce_ex__``."""
-    norm: Any = with_itself()
-    monkeypatch.delattr(Patched, f"__{copied.__name__}__")
-    again: Any = copied(norm)
-    assert_patched(again)
-    assert again is not norm
-    assert again.method.__self__ is again.attribute is (norm if copied is copy.copy else again)
-    x = torch.randn(2, SIZE)
-    torch.testing.assert_close(again(x), LlamaNorm.forward(norm, x))
-
-
 # torch.save raises PicklingError if the class of an object changes while it is pickled.
 @pytest.mark.parametrize("name", ["copy", "deepcopy", "pickle"])
-@pytest.mark.usefixtures("frequent_switches")
 def test_patching_and_unpatching_during_copies(name: str) -> None:
-    copied = COPIED[name]
     norm, x = LlamaNorm(SIZE), torch.randn(2, SIZE)
     expected = norm(x)
 
     def change() -> None:
-        assert len(others.patch(norm).patched) == 1
-        assert normops.unpatch(norm) == 1
+        for _ in range(20):
+            assert len(others.patch(norm).patched) == 1
+            assert normops.unpatch(norm) == 1
 
     def copy_it() -> None:
-        torch.testing.assert_close(copied(norm)(x), expected)
+        for _ in range(60):
+            torch.testing.assert_close(COPIED[name](norm)(x), expected)
 
-    run_in_threads(repeated(copy_it), repeated(copy_it), repeated(change, ROUNDS // 3))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            for each in [threads.submit(function) for function in (copy_it, copy_it, change)]:
+                each.result()
+    finally:
+        sys.setswitchinterval(interval)
     assert type(norm) is LlamaNorm
 
 
-def send_whether_patched(norm: nn.Module, pipe: Connection) -> None:
-    """Runs in another process."""
-    torch.set_num_threads(1)
-    try:
-        assert_patched(norm)
-        assert_patched(copy.deepcopy(norm))
-        assert normops.unpatch(norm) == 1
-        pipe.send("patched")
-    except BaseException as error:
-        pipe.send(repr(error))
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks")
-@pytest.mark.parametrize(("method", "processes"), [("fork", 12), pytest.param("spawn", 1, marks=pytest.mark.full)])
-def test_processes_started_during_copies_get_patched_modules(method: Any, processes: int) -> None:
+def test_unpatch_during_a_copy() -> None:
+    """Another thread may unpatch between the look-up of ``__reduce_ex__`` and its call."""
     norm = patched()
-    context: Any = multiprocessing.get_context(method)
-    is_done = threading.Event()
-
-    def copy_it() -> None:
-        while not is_done.is_set():
-            copy.copy(norm)
-
-    def start() -> None:
-        try:
-            for _ in range(processes):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=send_whether_patched, args=(norm, theirs))
-                process.start()
-                assert ours.poll(60)
-                assert ours.recv() == "patched"
-                process.join()
-        finally:
-            is_done.set()
-
-    run_in_threads(copy_it, copy_it, start)
-    assert normops.unpatch(norm) == 1
+    reduce = norm.__reduce_ex__
+    normops.unpatch(norm)
+    assert reduce(4)[1] == (LlamaNorm,)
 
 
 # Pickles.
@@ -340,14 +207,6 @@ def test_pickle_contains_only_names_and_state() -> None:
     assert_patched(NamesAlone(io.BytesIO(data)).load())
 
 
-def test_weights_only_load_rejects_a_patched_module() -> None:
-    file = io.BytesIO()
-    torch.save(patched(), file)
-    file.seek(0)
-    with pytest.raises(pickle.UnpicklingError, match="Unsupported global"):
-        torch.load(file, weights_only=True)
-
-
 def test_crafted_pickle_raises() -> None:
     data = pickle.dumps(patched())
     assert_patched(pickle.loads(data))
@@ -368,10 +227,3 @@ def test_pickle_is_loaded_unpatched_with_other_code(monkeypatch: pytest.MonkeyPa
         assert torch.equal(again(x), 2 * x)
         assert type(again) is LlamaNorm
     assert_patched(pickle.loads(data))  # the code is the same again
-
-
-def test_patched_class_is_made_once() -> None:
-    """A second request for a class, for example of another thread, returns the first class."""
-    norm = patched()
-    made: Made = norm.normops_made
-    assert class_of(made) is type(norm) is type(patched()) is type(copy.deepcopy(norm))
