@@ -1,5 +1,6 @@
 """Tests normops.patch on all causal language models of transformers."""
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -116,23 +117,10 @@ def test_patched_family_matches_original(family: str) -> None:
 
 
 @pytest.mark.release  # builds every family
-def test_how_many_norms_are_patched(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_many_norms_are_patched() -> None:
     patched: Counter[str] = Counter()
-    skipped: Counter[str] = Counter()
-    failed = {}
     for family in FAMILIES:
-        try:
-            with torch.device("meta"):
-                report = normops.patch(build(family))
-        except CannotBuild as reason:
-            failed[family] = str(reason)
-            continue
-        patched[family] = len(report.patched)
-        skipped.update(report.skipped.values())
-    with capsys.disabled():
-        print(f"\n{patched.total()} norms patched in {len(+patched)} of {len(patched)} families; skipped:")
-        print("\n".join(f"  {count:3} {reason}" for reason, count in skipped.most_common()))
-        print(f"{len(failed)} families that cannot be built with sizes as small as these:")
-        print("\n".join(f"  {family}: {reason}" for family, reason in failed.items()))
+        with contextlib.suppress(CannotBuild), torch.device("meta"):
+            patched[family] = len(normops.patch(build(family)).patched)
     assert len(+patched) >= 90
     assert patched.total() >= 750

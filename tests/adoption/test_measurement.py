@@ -150,21 +150,6 @@ def test_measurement_changes_nothing() -> None:
     assert type(module) is OfFunctionNorm
 
 
-def test_other_values_of_by_raise() -> None:
-    with pytest.raises(ValueError, match=r"^by: expected \"source\" or \"measurement\", but got 'guess'$"):
-        normops.patch(nn.RMSNorm(8), by="guess")  # type: ignore[arg-type]
-
-
-def test_repr_and_is_patched() -> None:
-    module = nn.RMSNorm(8)
-    assert not normops.is_patched(module)
-    normops.patch(module)
-    assert normops.is_patched(module)
-    assert repr(nn.Sequential(module)).endswith("RMSNorm((8,), eps=None, elementwise_affine=True) (normops)\n)")
-    normops.unpatch(module)
-    assert not repr(module).endswith("(normops)")
-
-
 def test_class_that_calls_f_normalize_is_in_the_report() -> None:
     class Unit(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

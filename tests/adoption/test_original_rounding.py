@@ -9,7 +9,6 @@ import torch
 from profiles import operators_run
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from reference.cases import HALVES
@@ -20,12 +19,9 @@ EPS = 1e-6
 every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 
 
-THEIRS = {norm.__name__: partial(norm, SIZE, EPS) for norm in (LlamaRMSNorm, Qwen3RMSNorm)}
-
-
-def inputs(dtype: torch.dtype, count: int = 1, rows: int = 512) -> list[Tensor]:
+def inputs(dtype: torch.dtype, count: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(rows, SIZE, generator=generator).to(dtype) for _ in range(count)]
+    return [torch.randn(512, SIZE, generator=generator).to(dtype) for _ in range(count)]
 
 
 def share_that_differs(a: Tensor, b: Tensor) -> float:
@@ -39,29 +35,22 @@ def with_gradients(module: Callable[..., Tensor], tensors: list[Tensor]) -> list
     return [y.detach(), *torch.autograd.grad(y, leaves, inputs(y.dtype)[0].sin())]
 
 
-@pytest.mark.parametrize("theirs", THEIRS)
 @every_half
-def test_patched_norms_have_the_bits_of_transformers(theirs: str, dtype: torch.dtype) -> None:
+def test_patched_norm_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
     """Compares the result and the input's gradient. The float32 sum of squares may be added in another order; all other
     operations equal the model's.
     """
-    original, fused = others.patched_pair(THEIRS[theirs], dtype, rounding="original")
-    _, once = others.patched_pair(THEIRS[theirs], dtype)
+    original, fused = others.patched_pair(partial(LlamaRMSNorm, SIZE, EPS), dtype, rounding="original")
+    _, once = others.patched_pair(partial(LlamaRMSNorm, SIZE, EPS), dtype)
     x = inputs(dtype)
     results, expected = with_gradients(fused, x), with_gradients(original, x)
-    assert_of_a_statistic_nearby(results[0], x[0], original.get_parameter("weight"))
+    rstd = torch.rsqrt(x[0].float().square().mean(-1, keepdim=True) + EPS)
+    ulp = torch.nextafter(rstd, torch.tensor(torch.inf)) - rstd
+    near = [original.get_parameter("weight") * (x[0] * (rstd + ulps * ulp)).to(dtype) for ulps in range(-2, 3)]
+    assert torch.stack([(results[0] == y).all(-1) for y in near]).any(0).all()
     for actual, one_rounding, own in zip(results, with_gradients(once, x), expected, strict=True):
         assert share_that_differs(actual, own) < 2e-3
         assert share_that_differs(one_rounding, own) > 0.1
-
-
-def assert_of_a_statistic_nearby(y: Tensor, x: Tensor, weight: Tensor) -> None:
-    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
-    ulp = torch.nextafter(rstd, torch.tensor(torch.inf)) - rstd
-    is_found = torch.zeros(len(x), dtype=torch.bool)
-    for ulps in range(-2, 3):
-        is_found |= (y == weight * (x * (rstd + ulps * ulp)).to(x.dtype)).all(-1)
-    assert is_found.all()
 
 
 @pytest.mark.parametrize("norm", others.NORMS)

@@ -11,7 +11,7 @@ from typing import Any
 import norms_of_others as others
 import pytest
 import torch
-from alike import assert_alike, assert_is_what_it_was
+from alike import SIZE, assert_alike, assert_is_what_it_was
 from calls import Calls
 from sampling import marked, pairwise
 from subclasses import KnowsTorchAlone
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
-SIZE = 32
 every_norm = pytest.mark.parametrize("norm", others.NORMS, ids=lambda norm: norm.__name__)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 

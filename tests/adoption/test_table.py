@@ -132,6 +132,9 @@ def test_attributes_of_another_kind_have_no_row() -> None:
     del norm.gamma
     norm.gamma = torch.ones(SIZE)  # type: ignore[assignment]
     assert by_source(norm) is None
+    gated: Any = FalconH1RMSNormGated(SIZE, n_groups=4)
+    gated.norm_before_gate = 1
+    assert by_source(gated) is None
 
 
 def test_function_whose_file_changed_has_no_fingerprint(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

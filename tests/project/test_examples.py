@@ -69,23 +69,6 @@ def test_speedup_ignores_slow_round(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Compare the time in norms" in capsys.readouterr().out
 
 
-def test_compiled_variants_are_compared_with_compiled_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    results = [
-        Result(label, label.startswith("torch"), [1.0], 1.0, [speed] * 3, seconds, 100, took, 25.0, 1)
-        for label, speed, seconds, took in (
-            ("torch", 100.0, None, 5.0),
-            ("ours", 110.0, None, 4.0),
-            ("torch, compiled", 200.0, 9.0, None),
-            ("ours, compiled", 210.0, 8.0, 3.0),
-        )
-    ]
-    print_results(results)
-    output = capsys.readouterr().out
-    ratios = [row["times torch"] for row in table(output).values()]
-    assert ratios == ["-", "1.10 (1.10 to 1.10)", "-", "1.05 (1.05 to 1.05)"]
-    assert "torch, compiled is 2.00 (2.00 to 2.00) times as fast as torch.\n" in output
-
-
 @pytest.mark.full
 def test_baby_llama(tmp_path: Path) -> None:
     assert_shows_what_it_should(trained(tmp_path), norms=9)
@@ -140,13 +123,6 @@ def test_examples_reject_wrong_arguments(
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.release  # starts three processes to check one message
-def test_processes_must_share_batches_equally() -> None:
-    result = python(*TORCHRUN[:-1], "3", "examples/baby_llama.py", cwd=ROOT)
-    assert result.returncode != 0
-    assert "3 processes cannot share batches of 8 equally" in result.stderr
 
 
 SMALL = ("--hidden", "64", "--layers", "1", "--batch", "1", "--length", "32", "--rounds", "1")
