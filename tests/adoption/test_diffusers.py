@@ -57,36 +57,11 @@ def flux() -> tuple[nn.Module, dict[str, Any]]:
     return model, inputs
 
 
-def lumina2() -> tuple[nn.Module, dict[str, Any]]:
-    model = diffusers.Lumina2Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        hidden_size=24,
-        num_layers=2,
-        num_refiner_layers=1,
-        num_attention_heads=3,
-        num_kv_heads=1,
-        multiple_of=2,
-        axes_dim_rope=(4, 2, 2),
-        axes_lens=(128, 128, 128),
-        cap_feat_dim=16,
-    )
-    inputs = {
-        "hidden_states": torch.randn(1, 4, 16, 16),
-        "encoder_hidden_states": torch.randn(1, 8, 16),
-        "timestep": torch.rand(1),
-        "encoder_attention_mask": torch.ones(1, 8, dtype=torch.bool),
-    }
-    return model, inputs
-
-
 # Minimum number of patched norms.
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], int]] = {
     **{name: (partial(autoencoder, name), 24) for name in ("AutoencoderKLWan", "AutoencoderKLQwenImage")},
     "AutoencoderKLHunyuanVideo15": (hunyuan_video, 24),
     "FluxTransformer2DModel": (flux, 6),
-    "Lumina2Transformer2DModel": (lumina2, 20),
 }
 
 

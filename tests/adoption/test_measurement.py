@@ -19,12 +19,10 @@ REMEDY = "; write normops.rms_norm into its forward"
 class OfFunctionNorm(nn.Module):
     """A norm whose forward is a function of the module and its input, which has no known source."""
 
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], has_bias: bool = False) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(SIZE))
         self.eps, self.function, self.calls = 1e-6, function, [0]
-        if has_bias:
-            self.bias = nn.Parameter(torch.ones(SIZE))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
@@ -124,12 +122,6 @@ def test_eps_is_read_at_every_call() -> None:
     for eps in (1e-6, 1.0, 1e2):
         patched.eps = original.eps = eps
         torch.testing.assert_close(patched(x), original(x))
-
-
-def test_bias_is_found_by_its_effect() -> None:
-    module = OfFunctionNorm(lambda m, x: norm(m, x) + m.bias, has_bias=True)
-    (text,) = normops.patch(module, by="measurement").patched.values()
-    assert text.startswith("OfFunctionNorm: weight, bias, eps: eps")
 
 
 def test_measurement_changes_nothing() -> None:
