@@ -72,11 +72,8 @@ NEAR_MISSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "writes": written,
     "in place": lambda m, x: x.mul_(2.0),
     "columns": lambda m, x: torch.cat((norm(m, x)[..., :-1], x[..., -1:]), -1),
-    "part": lambda m, x: m.weight * x * torch.rsqrt(x[..., ::2].pow(2).mean(-1, keepdim=True) + m.eps),
     "mean removed": lambda m, x: norm(m, x - x.mean(-1, keepdim=True)),
-    "residual": lambda m, x: x + norm(m, x),
     "factor": lambda m, x: 1.001 * norm(m, x),
-    "squared weight": lambda m, x: m.weight * norm(m, x),
     "unchanged": lambda m, x: x,
 }
 

@@ -340,10 +340,8 @@ def test_compiled_code_follows_patch_and_unpatch() -> None:
     compiled(x)
     normops.unpatch(blocks)
     compiled(x)
-    assert ["normops" in str(graph.graph) for graph in counter.graphs] == [
-        False,
-        True,
-    ]  # after unpatch, the first graph is reused
+    # After unpatch, the first graph is reused.
+    assert ["normops" in str(graph.graph) for graph in counter.graphs] == [False, True]
 
 
 def test_equal_layers_are_compiled_once() -> None:
