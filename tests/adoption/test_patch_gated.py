@@ -22,9 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNormGated
 
 import normops
-from normops.adoption.norm import DTYPES
-
-HALVES = (torch.float16, torch.bfloat16)
+from normops.adoption.norm import DTYPES, HALVES
 
 
 class Gated(NamedTuple):

@@ -13,10 +13,12 @@ import pytest
 import torch
 from alike import SIZE, assert_alike, assert_is_what_it_was
 from calls import Calls
+from graphs import computed_besides_views
 from sampling import pairwise
 from subclasses import KnowsTorchAlone
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
+from traced_graphs import trace
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 every_norm = pytest.mark.parametrize("norm", others.NORMS, ids=lambda norm: norm.__name__)
@@ -55,8 +57,13 @@ def test_exported_program_runs_normops(norm: Callable[[int], nn.Module], strict:
 
 @every_norm
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_compiled_matches_original(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
+def test_compiled_norm_is_one_operator_and_matches_original(norm: Callable[[int], nn.Module], dynamic: bool) -> None:
     original, patched = pair(norm)
+    graphs = trace(patched, rows().requires_grad_(), dynamic=dynamic)
+    assert graphs.backward is not None
+    # A weight per group is a view of the module's weight.
+    assert computed_besides_views(graphs.forward) == ["normops.rms_norm.default"]
+    assert computed_besides_views(graphs.backward) == ["normops.rms_norm_backward.default"]
     compiled = torch.compile(patched, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     torch._dynamo.reset()
     for tensor in (rows(), rows(7), rows(3, 4).transpose(0, 1), rows(4, 6)[:, ::2], rows(1).expand(4, 2, SIZE)):
@@ -114,9 +121,10 @@ def hooked(module: nn.Module) -> tuple[Tensor, ...]:
     ]
     x = rows().requires_grad_()
     y = module(x)
+    (gradient,) = torch.autograd.grad(y.sin().sum(), x)
     for handle in handles:
         handle.remove()
-    return y, *torch.autograd.grad(y.sin().sum(), x)
+    return y, gradient
 
 
 @every_norm

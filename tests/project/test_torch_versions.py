@@ -174,6 +174,10 @@ print(normops.rms_norm(torch.ones(2, 4), 4).sum().item())
     assert float(value) == pytest.approx(8, abs=1e-5)
 
 
+BUILD = (
+    "build it for this one, in a folder with the sources of normops: "
+    "pip install --no-build-isolation --no-deps --force-reinstall ."
+)
 LIBRARY = b"\x7fELF\2\1".ljust(64, b"\0")  # a header without a section table
 
 
@@ -205,8 +209,7 @@ def test_pre_releases_and_vendor_builds_need_their_own_binding(tmp_path: Path, v
     with pytest.raises(ImportError) as caught:
         find_binding(package, version)
     assert str(caught.value) == (
-        f"expected torch 2.13, which this normops was built for, but got torch {version}: build it for this one, in a "
-        "folder with the sources of normops: pip install --no-build-isolation --no-deps --force-reinstall ."
+        f"expected torch 2.13, which this normops was built for, but got torch {version}: {BUILD}"
     )
     folder = Torch(version, Path("/torch"), cuda=None).package_folder
     assert find_binding(binding(package, f"{folder}/{MODULE}"), version) == package / f"torch-{version}"
@@ -217,9 +220,7 @@ def test_unsupported_torch_raises_one_clear_sentence(tmp_path: Path) -> None:
     with pytest.raises(ImportError) as caught:
         find_binding(package, "2.99.1")
     assert str(caught.value) == (
-        "expected torch 2.9, 2.11 or 2.12, which this normops was built for, but got torch 2.99.1: build it for this "
-        "one, in a folder with the sources of normops: "
-        "pip install --no-build-isolation --no-deps --force-reinstall ."
+        f"expected torch 2.9, 2.11 or 2.12, which this normops was built for, but got torch 2.99.1: {BUILD}"
     )
     (tmp_path / "setup.py").touch()
     with pytest.raises(ImportError, match=f"2.99.1: build it: pip install .* --editable {tmp_path}$"):
@@ -230,7 +231,7 @@ def test_unsupported_torch_raises_one_clear_sentence(tmp_path: Path) -> None:
         find_binding(checkout / "normops", "2.99.1")
 
 
-@pytest.mark.parametrize("module", ["_C.cpython-39-x86_64-linux-gnu.so", "no module _C"])
+@pytest.mark.parametrize("module", ["_C.cpython-39-x86_64-linux-gnu.so", "no module _C"])  # the latter is no module
 def test_folder_without_a_binding_for_this_python_raises_one_clear_sentence(module: str, tmp_path: Path) -> None:
     package = binding(tmp_path / "normops", f"torch-2.13/{module}")
     with pytest.raises(ImportError, match=f"for this Python in .*/torch-2.13, but got {module}: build it for this one"):
@@ -261,8 +262,7 @@ def test_truncated_libraries_raise_one_clear_sentence(library: str, tmp_path: Pa
             find_binding(package, torch.__version__)
         assert str(caught.value) == (
             f"expected {package / library} to be a whole shared library, but got a file of {size} bytes, which is "
-            "truncated: build it for this one, in a folder with the sources of normops: "
-            "pip install --no-build-isolation --no-deps --force-reinstall ."
+            f"truncated: {BUILD}"
         )
         assert caught.value.path == str(package / library)
 
