@@ -92,14 +92,7 @@ TAKEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "plain": norm,
     "einsum": lambda m, x: m.weight * x * (torch.einsum("...i,...i->...", x, x)[..., None] / SIZE + m.eps) ** -0.5,
     "norm": lambda m, x: m.weight * x / (x.float().norm(2, -1, keepdim=True) ** 2 / SIZE + m.eps).sqrt(),
-    "with": lambda m, x: _without_autocast(m, x),
-    "loop": lambda m, x: norm(m, [x for _ in range(2)][1]),
 }
-
-
-def _without_autocast(m: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return norm(m, x)
 
 
 @pytest.mark.parametrize("name", TAKEN)
