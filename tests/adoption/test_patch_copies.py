@@ -101,7 +101,7 @@ def test_references_to_itself_become_references_to_the_copy(
     assert again is not norm
     assert_patched(again)
     if copied is not copy.copy:
-        models = copied(model)
+        models: Any = copied(model)
         assert models[0] is models[1][0] is models[0].attribute
 
 
