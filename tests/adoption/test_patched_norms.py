@@ -70,7 +70,8 @@ def test_compiled_norm_is_one_operator_and_matches_original(norm: Callable[[int]
         leaves = [tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2)]
         results = compiled(leaves[0]), original(leaves[1])
         assert_alike(*results, "compiled")
-        assert_alike(*(torch.autograd.grad(y.sin().sum(), x) for x, y in zip(leaves, results, strict=True)), "grads")
+        actual, expected = (torch.autograd.grad(y.sin().sum(), x) for x, y in zip(leaves, results, strict=True))
+        assert_alike(actual, expected, "grads")
 
 
 class Rows(Tensor):
@@ -117,7 +118,7 @@ def hooked(module: nn.Module) -> tuple[Tensor, ...]:
     handles = [
         module.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
         module.register_forward_hook(lambda _, args, y: 3 * y),
-        module.register_full_backward_hook(lambda _, grads, others: (5 * grads[0],)),
+        module.register_full_backward_hook(lambda _, grads, others: tuple(5 * each for each in grads)),
     ]
     x = rows().requires_grad_()
     y = module(x)
