@@ -12,7 +12,7 @@ import pytest
 import torch
 from other_process import printed, python
 
-from bench import checks, masks, threads
+from bench import checks, environment, hugging_face, masks, threads
 from bench.__main__ import main
 from bench.measure import Measurement, merge
 from bench.operators import OPERATORS
@@ -150,6 +150,29 @@ def test_large_results_are_checked_by_sample(peer: Peer, monkeypatch: pytest.Mon
     for row in (0, 299):
         assert str(error_with(0, row, 5)).startswith("grad_input: ")
     assert str(error_with(1, 63)).startswith("grad_weight: ")
+
+
+def test_kernels_of_torch_on_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.cuda_rms_norm_kernels((9, 0)) == "ATen"  # this torch was built without CUDA
+    registry = pytest.importorskip("torch._native.registry")
+    monkeypatch.setattr(registry, "get_dsl_operations", {"cutedsl": ["_fused_rms_norm"]}.__getitem__)
+    assert environment.cuda_rms_norm_kernels((10, 0)).startswith("quack")
+    assert environment.cuda_rms_norm_kernels((8, 0)) == "ATen"
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        (None, "NORMOPS_BENCH_RMSNORM is neither a folder with rmsnorm nor hub"),
+        ("/nowhere", "NORMOPS_BENCH_RMSNORM=/nowhere: No module named 'rmsnorm'"),
+    ],
+)
+def test_missing_peer_reports_reason(place: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delenv(hugging_face.VARIABLE, raising=False)
+    if place is not None:
+        monkeypatch.setenv(hugging_face.VARIABLE, place)
+    assert hugging_face.missing.__wrapped__() == reason
 
 
 def test_threads(tmp_path: Path) -> None:

@@ -57,3 +57,9 @@ def test_documents_and_metadata_agree_on_pythons() -> None:
     assert f'requires-python = ">={first}"' in project
     for document in ("README.md", "docs/install.md"):
         assert f"Python {first} to {last}" in (ROOT / document).read_text()
+
+
+def test_unknown_arguments_are_rejected() -> None:
+    result = python("-m", "normops", "run", "program.py")
+    assert result.returncode == 2
+    assert "unrecognized arguments: run program.py" in result.stderr
