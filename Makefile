@@ -121,7 +121,7 @@ package: $(VENV)/required-dev
 	build/fresh/bin/pip install --quiet --no-compile torch==$(TORCH) numpy pytest allpairspy
 	build/fresh/bin/pip install --quiet dist/*.whl
 	cd build/fresh && bin/python -m normops
-	cp -r tests reference pyproject.toml build/fresh
+	cp -r tests reference examples pyproject.toml build/fresh
 	cd build/fresh && bin/python -m pytest --quiet -m '$(CORE)' $(WHEEL_TESTS)
 
 # One wheel for all of these, into wheels/: for the $(PYTHON) of this environment, with CUDA code for every architecture
@@ -149,7 +149,7 @@ try-wheels:
 	set -e; ls -l wheels; for torch in $(TRIED); do \
 		echo "torch $$torch"; rm -rf build/tried; $(PYTHON) -m venv build/tried; \
 		build/tried/bin/pip install --quiet torch==$$torch numpy pytest allpairspy; \
-		cp -r tests reference pyproject.toml build/tried; \
+		cp -r tests reference examples pyproject.toml build/tried; \
 		(cd build/tried; export PATH=$$PWD/bin TIMEFORMAT="seconds to install: %R"; \
 		time pip install --quiet --no-index --find-links $(CURDIR)/wheels normops; \
 		python -c '$(IMPORT)'; python -m normops; python -m pytest --quiet -m '$(CORE)' $(WHEEL_TESTS)); \
