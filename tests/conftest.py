@@ -13,6 +13,7 @@ from reference import oracle
 LONGEST = (
     "test_cuda_kernels.py",
     "test_cpu_kernels.py",
+    "test_sharding.py",
     "test_examples.py",
     "test_opinfo_inductor.py",
     "test_families.py",
