@@ -24,8 +24,6 @@ from reference.operators import (
     variants,
 )
 
-differentiable = pytest.mark.parametrize("variant", variants(DIFFERENTIABLE), ids=str)
-
 
 class Problem:
     """A call of a variant in float64 as a function of its tensors."""
@@ -125,9 +123,15 @@ def test_only_needed_gradients_are_computed(variant: Variant, device: str) -> No
             assert_same_bits([arguments[name].grad for name in inputs], expected, (dtypes, needed))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.release)])
-@differentiable
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(each, marks=pytest.mark.full if each.flags == each.operator.flags[0] else pytest.mark.release)
+        for each in variants(DIFFERENTIABLE)
+    ],
+    ids=str,
+)
 def test_compiled_autograd(variant: Variant, dynamic: bool, device: str) -> None:
     torch._dynamo.reset()
     problem = Problem(variant, of((3, 5)), device)

@@ -121,7 +121,7 @@ class Gradients(torch.nn.Module):
         return torch.cat([each.flatten() for each in found])
 
 
-@pytest.mark.full
+@pytest.mark.release  # takes most of a minute
 def test_compiled_package_of_gradients(tmp_path: Path, run_package: Path) -> None:
     """Calls the package from another Python process and from C++."""
     scale = torch.ones(1)
