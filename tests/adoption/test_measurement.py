@@ -169,8 +169,14 @@ def test_unbacked_sizes_do_not_fail(make: Callable[[int], nn.Module]) -> None:
 @pytest.mark.parametrize("shape", [(1, 4), (1, 1), (2, 1), (2, 2), (0, 2)])
 def test_strides_of_dimensions_of_size_1(shape: tuple[int, int]) -> None:
     x = torch.randn(*shape, SIZE)
-    unusual = x.as_strided(x.shape, (7 if shape[0] == 1 else x.stride(0), 11 if shape[1] == 1 else SIZE, 1))
+    unusual = [
+        x.as_strided(x.shape, (stride if shape[0] == 1 else x.stride(0), stride if shape[1] == 1 else SIZE, 1))
+        for stride in (1, 7, 3 * SIZE)
+    ]
     for make in (others.LlamaNorm, others.GemmaNorm, others.torch_norm, others.T5Norm, others.GroupedNorm):
         original, patched = others.patched_pair(lambda make=make: make(SIZE), torch.float32)  # type: ignore[misc]
-        for each in (x, unusual, x.movedim(1, 0), x.movedim(0, 1).contiguous().movedim(0, 1)):
-            assert patched(each).stride() == original(each).stride(), (make.__name__, each.shape, each.stride())
+        for each in (x, *unusual, x.movedim(1, 0), x.movedim(0, 1).contiguous().movedim(0, 1)):
+            # Without gradients, an empty result has the usual strides.
+            for with_gradients in (True, False) if x.numel() else (True,):
+                with torch.set_grad_enabled(with_gradients):
+                    assert patched(each).stride() == original(each).stride(), (make.__name__, each.shape, each.stride())
