@@ -78,10 +78,12 @@ def _gradients(inputs: Tensors) -> tuple[Tensor, ...]:
     return tuple(inputs[name] for name in ("grad_output", "grad_residual") if name in inputs)
 
 
-def _leaves(names: Sequence[str], inputs: Tensors) -> dict[str, Tensor]:
+def _leaves(names: Sequence[str], inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the norm's arguments, and those that require a gradient."""
     # The residual of a backward is 0, so that the sum is the input.
     given = {name: inputs[name] if name in inputs else torch.zeros_like(inputs["input"]) for name in names}
-    return {name: tensor.detach().requires_grad_(name not in TABLES) for name, tensor in given.items()}
+    leaves = [tensor.detach().requires_grad_(name not in TABLES) for name, tensor in given.items()]
+    return leaves, [leaf for leaf in leaves if leaf.requires_grad]
 
 
 def _forward(names: Sequence[str], norm: Norm, inputs: Tensors) -> Callable[[], object]:
@@ -89,23 +91,21 @@ def _forward(names: Sequence[str], norm: Norm, inputs: Tensors) -> Callable[[], 
 
 
 def _backward(names: Sequence[str], norm: Norm, inputs: Tensors) -> Callable[[], object]:
-    leaves = _leaves(names, inputs)
-    differentiable = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    leaves, differentiable = _leaves(names, inputs)
     # A compiled backward must not reuse the memory of saved tensors, as it runs repeatedly.
     with torch._functorch.config.patch(donated_buffer=False):
-        outputs = norm(*leaves.values())
-    grad = partial(torch.autograd.grad, outputs, [*differentiable.values()], _gradients(inputs), retain_graph=True)
+        outputs = norm(*leaves)
+    grad = partial(torch.autograd.grad, outputs, differentiable, _gradients(inputs), retain_graph=True)
     if "residual" not in names:
         return grad
     return lambda: grad()[::2]  # the second gradient is that of the residual
 
 
 def _forward_backward(names: Sequence[str], norm: Norm, inputs: Tensors) -> Callable[[], object]:
-    leaves = _leaves(names, inputs)
-    differentiable = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    leaves, differentiable = _leaves(names, inputs)
 
     def call() -> tuple[Tensor, ...]:
-        output = norm(*leaves.values())
+        output = norm(*leaves)
         return output.detach(), *torch.autograd.grad(output, differentiable, inputs["grad_output"])
 
     return call

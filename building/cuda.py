@@ -113,16 +113,14 @@ def _examine(nvcc: str) -> tuple[Cuda, str]:
     if version is None or libraries is None:
         raise UnfitError(f"expected {nvcc} to print its version and library folders, but it did not")
     known = re.findall(r"compute_(\d+)", _output(nvcc, "--list-gpu-arch"))
-    archs, why = _archs(known)
-    with_ptx = re.findall(r"(\d+)\.(\d)[af]?\+PTX", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
-    embedded = [arch for arch in archs if (arch[:-1], arch[-1]) in with_ptx]
+    archs, embedded, why = _archs(known)
     cuda = Cuda(nvcc, version[1], archs, re.findall(r'"-L([^"]+)"', libraries[1]), embedded)
     _try(cuda)
     return cuda, why
 
 
-def _archs(known: Sequence[str]) -> tuple[list[str], str]:
-    """Returns the architectures to compile for, in rising order, and their origin."""
+def _archs(known: Sequence[str]) -> tuple[list[str], list[str], str]:
+    """Returns the architectures to compile for, in rising order, those whose PTX is embedded, and their origin."""
     named = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
     listed = _archs_of(named)
     if listed is None:
@@ -141,38 +139,41 @@ def _archs(known: Sequence[str]) -> tuple[list[str], str]:
         usable = [arch for arch in listed if arch not in old + unknown]
         if not usable:
             raise UnfitError(f"expected an architecture from sm_{OLDEST_ARCH} on, but got {why}")
-        return usable, why
+        return usable, [arch for arch in usable if listed[arch]], why
     here, why_none = _gpus_here()
     if not here:
-        return [str(OLDEST_ARCH)], (
+        return (
+            [str(OLDEST_ARCH)],
+            [],
             f"{why_none}; newer GPUs compile its PTX at the first run, without clusters and early starts: "
-            "TORCH_CUDA_ARCH_LIST names them, or all"
+            "TORCH_CUDA_ARCH_LIST names them, or all",
         )
     newest = max(int(arch) for arch in known)
     of_gpus = sorted({min(arch, newest) for arch in here if arch >= OLDEST_ARCH})
     if not of_gpus:
         raise UnfitError(f"expected a GPU of sm_{OLDEST_ARCH} or later, but the one here is sm_{max(here)}")
-    return [str(arch) for arch in of_gpus], "those of the GPUs present"
+    return [str(arch) for arch in of_gpus], [], "those of the GPUs present"
 
 
-def _archs_of(named: str) -> list[str] | None:
-    """Returns the architectures of TORCH_CUDA_ARCH_LIST in rising order; [] for ``native``; None for an invalid list.
-
-    No kernel uses features of 9.0a or 10.0f.
-    """
+def _archs_of(named: str) -> dict[str, bool] | None:
+    """Returns the architectures of TORCH_CUDA_ARCH_LIST in rising order, and whether they have ``+PTX``; {} for
+    ``native``; None for an invalid list. No kernel uses features of 9.0a or 10.0f."""
     if named == "all":
-        return list(ALL_ARCHS)
-    archs: set[int] = set()
+        return dict.fromkeys(ALL_ARCHS, False)
+    archs: dict[int, bool] = {}
     for item in re.split("[; ]+", named if named != "native" else ""):
-        name = item if item in ARCHS_OF_NAMES else item.removesuffix("+PTX")
+        name = item.removesuffix("+PTX")
         number = re.fullmatch(r"(\d+)\.(\d)[af]?", name)
         if name in ARCHS_OF_NAMES:
-            archs.update(ARCHS_OF_NAMES[name])
+            found = ARCHS_OF_NAMES[name]
         elif number is not None:
-            archs.add(int(number[1] + number[2]))
+            found = (int(number[1] + number[2]),)
         elif item:
             return None
-    return [str(arch) for arch in sorted(archs)]
+        else:
+            continue
+        archs |= {arch: archs.get(arch, False) or item != name for arch in found}
+    return {str(arch): archs[arch] for arch in sorted(archs)}
 
 
 def _gpus_here() -> tuple[list[int], str]:

@@ -124,8 +124,9 @@ def test_wrong_arguments(
     arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main()
+    assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 

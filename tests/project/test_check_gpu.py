@@ -1,6 +1,7 @@
 """Tests on the CPU that ``make check-gpu`` completes, and keeps all results if a part fails."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -156,3 +157,33 @@ def test_survives_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     printed = capfd.readouterr().out
     for text in ("so far", "1, a: passed", "the results of a are not", "ZeroDivisionError", "1, b: failed (1)"):
         assert text in printed
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_xdist_is_used_if_installed(is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_gpu, "find_spec", lambda _: object() if is_installed else None)
+    for step, name in ((1, "every configuration"), (2, "core"), (2, "core on Triton"), (2, "full")):
+        (part,) = (part for part in check_gpu.parts(step, "cuda", tmp_path) if part.name == name)
+        assert ("--numprocesses" in part.command) == is_installed
+
+
+def test_first_step_measures_only_bfloat16_after_its_tests(tmp_path: Path) -> None:
+    parts = check_gpu.parts(1, "cuda", tmp_path, [Path("a.whl"), Path("b.whl")])
+    names = [part.name for part in parts if not part.after_failure]
+    assert names[:5] == ["build", "every configuration", "install a.whl", "install b.whl", "speed"]
+    for part in parts:
+        assert ("bfloat16" in part.command) == part.name.startswith("speed")
+        assert "float32" not in part.command
+
+
+@pytest.mark.parametrize(
+    ("is_available", "named", "expected"), [(True, None, "9.0"), (True, "8.0", "8.0"), (False, None, None)]
+)
+def test_architecture_is_that_of_torchs_gpu_unless_named(
+    is_available: bool, named: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(os, "environ", {} if named is None else {"TORCH_CUDA_ARCH_LIST": named})
+    check_gpu.name_architecture()
+    assert os.environ.get("TORCH_CUDA_ARCH_LIST") == expected

@@ -232,12 +232,20 @@ def test_one_ptx_from_sm_90_on(archs: list[str], embedded: list[str], made: dict
     assert flags == [f"-gencode=arch=compute_{ptx},code={code}" for code, ptx in made.items()]
 
 
-def test_named_ptx_is_embedded(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("named", "embedded"),
+    [
+        ("8.0+PTX;8.6 9.0a+PTX 7.5+PTX", ["80", "90"]),
+        ("Ampere+PTX;9.0;8.0", ["80", "86"]),
+        ("8.0;9.0", []),
+    ],
+)
+def test_named_ptx_is_embedded(named: str, embedded: list[str], tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script(tools / "nvcc", FAKE_NVCC.format(compile="true", version="13.0"))
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0+PTX;8.6 9.0a+PTX 7.5+PTX")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", named)
     cuda, _ = find_cuda(WITH_CUDA)
     assert cuda is not None
-    assert cuda.embedded == ["80", "90"]
+    assert cuda.embedded == embedded
 
 
 WANTED = "expected a C++20 compiler (GCC 11 or clang 17 or later)"
