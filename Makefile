@@ -112,8 +112,8 @@ check-gpu:
 
 # An sdist, a wheel made from it, and that wheel installed into a fresh environment, where the sources are not: a part of
 # the tests runs there.
-WHEEL_TESTS := $(addprefix tests/,$(addprefix operators/test_,add_rms_norm.py channels.py errors.py gated_rms_norm.py \
-	module.py rms_norm_rope.py rms_norm_stats.py) pytorch/test_autograd.py)
+WHEEL_TESTS := $(addprefix tests/,$(addprefix operators/test_,add_rms_norm.py gated_rms_norm.py module.py \
+	rms_norm_rope.py rms_norm_stats.py) pytorch/test_autograd.py)
 package: $(VENV)/required-dev
 	rm -rf dist build/fresh
 	$(BIN)/python -m build --no-isolation
@@ -121,7 +121,7 @@ package: $(VENV)/required-dev
 	build/fresh/bin/pip install --quiet --no-compile torch==$(TORCH) numpy pytest allpairspy
 	build/fresh/bin/pip install --quiet dist/*.whl
 	cd build/fresh && bin/python -m normops
-	cp -r tests reference examples pyproject.toml build/fresh
+	cp -r tests reference pyproject.toml build/fresh
 	cd build/fresh && bin/python -m pytest --quiet -m '$(CORE)' $(WHEEL_TESTS)
 
 # One wheel for all of these, into wheels/: for the $(PYTHON) of this environment, with CUDA code for every architecture
@@ -149,7 +149,7 @@ try-wheels:
 	set -e; ls -l wheels; for torch in $(TRIED); do \
 		echo "torch $$torch"; rm -rf build/tried; $(PYTHON) -m venv build/tried; \
 		build/tried/bin/pip install --quiet torch==$$torch numpy pytest allpairspy; \
-		cp -r tests reference examples pyproject.toml build/tried; \
+		cp -r tests reference pyproject.toml build/tried; \
 		(cd build/tried; export PATH=$$PWD/bin TIMEFORMAT="seconds to install: %R"; \
 		time pip install --quiet --no-index --find-links $(CURDIR)/wheels normops; \
 		python -c '$(IMPORT)'; python -m normops; python -m pytest --quiet -m '$(CORE)' $(WHEEL_TESTS)); \

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{each.area}: {each.name}\n  {each.path}\n  pytest {each.tests}" for each in chosen))
         return 0
     if any(each.path.startswith("csrc/cuda/") for each in chosen):
-        os.environ |= {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "8.0+PTX;9.0"}
+        os.environ |= {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
     builds = any(each.is_built for each in chosen) or not [*ROOT.glob("normops/*.so")]
     by_tier = dict[str, Outcomes]()
     left = chosen

@@ -41,16 +41,27 @@ def _sets_of(axis: pytest.Mark) -> list[tuple[tuple[Any, ...], str]]:
     return found
 
 
-def pairwise(test: Test) -> Test:
-    """Replaces the product of a test's parameters by sets that contain each pair of values of different parameters."""
+def pairwise(test: Test, others: Any = ()) -> Test:
+    """Replaces the product of a test's parameters by sets that contain each pair of values of different parameters.
+
+    Sets have the mark ``others``, except those with a value that no set before them has.
+    """
     marks: list[pytest.Mark] = test.pytestmark  # type: ignore[attr-defined]
     axes = [mark for mark in marks if mark.name == "parametrize"]
     names = ",".join(axis.args[0] if isinstance(axis.args[0], str) else ",".join(axis.args[0]) for axis in axes)
     sets_of_axes = [_sets_of(axis) for axis in axes]
-    sets = []
+    sets: list[Any] = []
+    seen: set[tuple[int, int]] = set()
     for indices in AllPairs([range(len(each)) for each in sets_of_axes]):  # numbers: the result depends on hashes
         chosen = [each[index] for each, index in zip(sets_of_axes, indices, strict=True)]
         parts = [value for values, _ in chosen for value in values]
-        sets.append(pytest.param(*parts, id="-".join(name for _, name in chosen)))
+        new = {*enumerate(indices)} - seen
+        seen |= new
+        sets.append(pytest.param(*parts, id="-".join(name for _, name in chosen), marks=() if new else others))
     test.pytestmark = [mark for mark in marks if mark.name != "parametrize"]  # type: ignore[attr-defined]
     return pytest.mark.parametrize(names, sets)(test)
+
+
+def each_value(test: Test) -> Test:
+    """Replaces the product of a test's parameters by sets that contain each value; releases have each pair of them."""
+    return pairwise(test, others=pytest.mark.release)

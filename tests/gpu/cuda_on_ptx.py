@@ -54,7 +54,7 @@ def ptx_of(library: Path, arch: int) -> dict[str, Kernel]:
     """Returns the kernels that the build embeds as PTX: of its last architecture, and of those with ``+PTX``."""
     files = [*library.parent.glob(f"*.sm_{arch}.ptx")]
     if not files:
-        pytest.skip(f"the build has no PTX for sm_{arch}: TORCH_CUDA_ARCH_LIST='8.0+PTX;9.0' has the tested ones")
+        pytest.skip(f"the build has no PTX for sm_{arch}; TORCH_CUDA_ARCH_LIST='8.0+PTX;9.0' has all that is tested")
     return {name: kernel for path in files for name, kernel in kernels_of(path.read_text()).items()}
 
 

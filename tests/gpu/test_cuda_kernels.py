@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from ctypes import Structure
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle, permutations
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 from assertions import assert_same_bits, same_bits
 from cuda_on_ptx import Kernels, device, targets_of
-from sampling import few, marked, pairwise
+from sampling import each_value, few, marked
 from torch import Tensor
 
 from reference import cases, oracle
@@ -80,16 +81,15 @@ def one_thread(restored_threads: None) -> None:
     torch.set_num_threads(1)
 
 
+@cache
+def kernels_of(arch: int) -> Kernels:
+    """Returns the kernels of sm_90, or of sm_80, which have neither clusters nor programmatic dependent launch."""
+    return Kernels(arch)
+
+
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    """Returns the kernels of sm_90."""
-    return Kernels(90)
-
-
-@pytest.fixture(scope="module")
-def without_clusters() -> Kernels:
-    """Returns the kernels of sm_80, which have no programmatic dependent launch either."""
-    return Kernels(80)
+    return kernels_of(90)
 
 
 def pack_elements(dtype: torch.dtype) -> int:
@@ -190,14 +190,15 @@ def test_every_family(kernels: Kernels, operator: Operator, family: Family, dtyp
 @pytest.mark.parametrize(
     "case",
     [
-        *few(KERNEL_CASES[::5], chosen=pytest.mark.full, others=pytest.mark.release),
-        *marked(pytest.mark.release, [case for index, case in enumerate(KERNEL_CASES) if index % 5]),
+        *few(KERNEL_CASES[::5], chosen=pytest.mark.full, others=for_releases),
+        *marked(for_releases, [case for index, case in enumerate(KERNEL_CASES) if index % 5]),
     ],
     ids=str,
 )
-def test_values(case: OperatorCase, kernels: Kernels, without_clusters: Kernels) -> None:
+def test_values(case: OperatorCase, request: pytest.FixtureRequest) -> None:
+    """Tests the kernels of sm_90, and for releases those of sm_80."""
+    kernels = kernels_of(80 if request.node.get_closest_marker("release") else 90)
     number = zlib.crc32(str(case).encode())
-    kernels = (kernels, without_clusters)[number // 6 % 2]
     kernels.gpu.hardware = number
     check(kernels, case, device(number % 3 + 1), number, number % 2, number % 4)
 
@@ -209,8 +210,6 @@ def test_values(case: OperatorCase, kernels: Kernels, without_clusters: Kernels)
 @pytest.mark.parametrize(("multiprocessors", "shared_kib", "arch"), [(1, 227, 90), (2, 99, 80)])
 @over_operators
 def test_every_configuration(
-    kernels: Kernels,
-    without_clusters: Kernels,
     operator: Operator,
     multiprocessors: int,
     shared_kib: int,
@@ -220,8 +219,7 @@ def test_every_configuration(
     dtype: torch.dtype,
 ) -> None:
     """On one multiprocessor, each block of the backward processes several rows."""
-    kernels = kernels if arch == 90 else without_clusters
-    on, pack = device(multiprocessors, shared_kib << 10), pack_elements(dtype)
+    kernels, on, pack = kernels_of(arch), device(multiprocessors, shared_kib << 10), pack_elements(dtype)
     # Other thread orders run slower than all threads at once; float64 has 512 threads per row.
     most = 300 if seed == 0 and dtype != torch.float64 else 5
     for number, cols in enumerate(widths(kernels, operator, dtype, on)):
@@ -253,17 +251,17 @@ def test_clusters(kernels: Kernels, operator: Operator, cluster: int, is_plain: 
         check(kernels, OperatorCase(operator, case, flags, dtypes), on)
 
 
-@pairwise
+@each_value
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("is_plain", [True, False])
 @pytest.mark.parametrize("packs", [40, *PACKS])
 @pytest.mark.parametrize("variant", [v for v in variants() if v.flags.get("rounding") == "llama"], ids=str)
 def test_intermediate_rounding(
-    kernels: Kernels, without_clusters: Kernels, variant: Variant, packs: int, is_plain: bool, dtype: torch.dtype
+    kernels: Kernels, variant: Variant, packs: int, is_plain: bool, dtype: torch.dtype
 ) -> None:
     """Covers every operator and backward with held and any-width rows, and residuals and gradients of both dtypes."""
-    kernels, pack = (without_clusters if packs == PACKS[-1] else kernels), pack_elements(dtype)
+    pack = pack_elements(dtype)
     case = Case((3, packs * pack - (0 if is_plain else 1)), dtype, weight_dtype=dtype, has_residual=is_plain)
     for dtypes in ({}, *other_dtypes(variant.operator, dtype)):
         check(kernels, variant.at(case, dtypes), device(1))
@@ -328,7 +326,7 @@ def with_each(arguments: dict[str, Any], change: Callable[[str, Tensor], Tensor]
     return arguments | {name: change(name, value) for name, value in arguments.items() if isinstance(value, Tensor)}
 
 
-@pairwise
+@each_value
 @pytest.mark.full
 @over_dtypes
 @pytest.mark.parametrize("layout", [cases.contiguous, cases.misaligned])
@@ -356,7 +354,7 @@ def test_groups_do_not_depend_on_each_other(
                 assert_same_bits([result], [expected[:, group]], name)
 
 
-@pairwise
+@each_value
 @pytest.mark.full
 @over_dtypes
 @pytest.mark.parametrize("packs", PACKS)
@@ -396,13 +394,14 @@ def test_outputs_may_alias_inputs(
             assert_same_bits(kernels.call(operator, arguments | places, targets), expected, names)
 
 
-CHANGES = ("misaligned", "padded_rows", "batch", "multiprocessors", "order of threads")
+CHANGES = cycle(("misaligned", "padded_rows", "batch", "multiprocessors", "order of threads"))
+CHANGED_FAMILIES = [(*each, what) for each, what in zip(OPERATORS_OF_FAMILIES, CHANGES, strict=False)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("operator", "family", "dtype", "what"),
-    [(*each, what) for each, what in zip(OPERATORS_OF_FAMILIES, cycle(CHANGES), strict=False)],
+    [*CHANGED_FAMILIES[::2], *marked(for_releases, CHANGED_FAMILIES[1::2])],
     ids=str,
 )
 def test_bits_do_not_depend_on_layout_batch_or_schedule(
@@ -441,14 +440,12 @@ def test_bits_do_not_depend_on_layout_batch_or_schedule(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.release)])
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=for_releases)])
 @pytest.mark.parametrize(("family", "dtype"), [each[1:] for each in OPERATORS_OF_FAMILIES[: len(FAMILIES)]], ids=str)
-def test_stats_and_add_operators_have_bits_of_rms_norm(
-    kernels: Kernels, without_clusters: Kernels, arch: int, family: Family, dtype: torch.dtype
-) -> None:
+def test_stats_and_add_operators_have_bits_of_rms_norm(arch: int, family: Family, dtype: torch.dtype) -> None:
     """Compares the norm in two steps, add_rms_norm, and their gradients with rms_norm."""
     # With less shared memory, the backward does not hold the widest rows that the forward holds.
-    kernels, on = (kernels, family.device) if arch == 90 else (without_clusters, device(2, 99 << 10))
+    kernels, on = kernels_of(arch), family.device if arch == 90 else device(2, 99 << 10)
     cols, number = family.cols(dtype), FAMILIES.index(family)
     shape, groups = ((5, 3, cols), 1) if number % 3 == 0 else ((7, cols), 0)
     weight_dtype = dtype if family.is_plain else torch.float32

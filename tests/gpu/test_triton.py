@@ -16,7 +16,7 @@ import pytest
 import torch
 from assertions import assert_same_bits
 from other_process import printed
-from sampling import pairwise
+from sampling import each_value, pairwise
 from triton_launches import (
     BF16,
     FP16,
@@ -85,7 +85,7 @@ WIDTHS = {"one block": 4096, "any width": 65536}
 
 
 @pytest.mark.full
-@pairwise
+@each_value
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", ["bf16", "bf16, llama", "fp16", "fp16, llama", "fp32", "fp64"])
@@ -183,7 +183,7 @@ def resource_usage(kernel: Any, folder: Path) -> tuple[int, ...]:
 
 
 @pytest.mark.full
-@pairwise
+@each_value
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["bf16", "bf16, llama", "fp32", "fp64"])
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ HEADS = [
 
 
 @pytest.mark.full
-@pairwise
+@each_value
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
     "dtypes", [("bf16", "bf16"), ("bf16, llama", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")], ids="-".join
@@ -292,7 +292,7 @@ def compiled_over_channels(name: str, dtype: str, cols: int, arch: int | str) ->
 
 
 @pytest.mark.full
-@pairwise
+@each_value
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("cols", [3, 96, 192, 384])

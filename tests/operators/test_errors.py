@@ -182,6 +182,9 @@ def assert_same_everywhere(op: Callable[..., object], arguments: Arguments, expe
     with FakeTensorMode() as mode:
         fake = {name: mode.from_tensor(v) if isinstance(v, Tensor) else v for name, v in arguments.items()}
         assert message_of(lambda: op(**fake)) == expected
+
+
+def assert_same_compiled(op: Callable[..., object], arguments: Arguments, expected: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda kwargs: op(**kwargs), backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match=re.escape(expected)):
@@ -197,6 +200,7 @@ def test_errors(operator: Operator, changes: Arguments, expected: str) -> None:
     assert_same_everywhere(operator.packet, arguments, message)
     if operator.function is not None:
         assert_same_everywhere(operator.function, arguments, message)
+    assert_same_compiled(operator.function or operator.packet, arguments, message)
     if operator.inplace:
         assert message_of(lambda: operator.inplace(**arguments)) == f"{operator}_: {expected}"
     assert message_of(lambda: getattr(_C, f"check_{operator}")(**arguments)) == message

@@ -142,7 +142,7 @@ def test_patched_model(tmp_path: Path) -> None:
     assert (tmp_path / "patched_model.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.full  # compiles a model twice
+@pytest.mark.release  # compiles a model twice
 def test_compiled_model_is_compared_with_compiled_original(tmp_path: Path) -> None:
     result = python("examples/patched_model.py", *SMALL, "--out", str(tmp_path), cwd=ROOT)
     assert result.returncode == 0, result.stderr

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sampling import few, pairwise
+from sampling import each_value, few, pairwise
 
 from reference.cases import Case, misaligned
 from reference.operators import GATED_RMS_NORM, RMS_NORM, Variant
@@ -35,6 +35,19 @@ def test_pairwise_contains_each_pair_of_values() -> None:
     rows = [dict(zip(names.split(","), each.values, strict=True)) for each in chosen]
     for one, other in combinations(axes, 2):
         assert {(row[one], row[other]) for row in rows} == {*product(axes[one], axes[other])}
+
+
+def test_each_value_leaves_other_pairs_to_releases() -> None:
+    @each_value
+    @pytest.mark.parametrize("a", [1, 2])
+    @pytest.mark.parametrize("b", "xyz")
+    def test(a: int, b: str) -> None: ...
+
+    (sets,) = test.pytestmark  # type: ignore[attr-defined]
+    chosen = [each.values for each in sets.args[1] if not each.marks]
+    assert len(sets.args[1]) == 6
+    assert len(chosen) == 4
+    assert [{*values} for values in zip(*chosen, strict=True)] == [{*"xyz"}, {1, 2}]
 
 
 def test_few_cases_have_each_value_of_each_operator() -> None:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from graphs import assert_one_operator_each_way
-from sampling import marked
 from torch import Tensor
 from traced_graphs import TracedGraphs, trace
 
@@ -15,7 +14,11 @@ from reference.operators import DIFFERENTIABLE, Variant, named, of_argument, oth
 
 @pytest.mark.parametrize(
     ("has_weight", "groups", "dynamic"),
-    [(True, 0, False), *marked(pytest.mark.full, [(False, 0, True), (True, 1, False)])],
+    [
+        (True, 0, False),
+        pytest.param(True, 1, True, marks=pytest.mark.full),
+        pytest.param(False, 0, True, marks=pytest.mark.release),
+    ],
 )
 @pytest.mark.parametrize("variant", variants(DIFFERENTIABLE), ids=str)
 def test_one_forward_one_backward(variant: Variant, has_weight: bool, groups: int, dynamic: bool, device: str) -> None:

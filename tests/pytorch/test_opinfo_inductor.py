@@ -57,6 +57,6 @@ def test_compiled_operators_with_dynamic_sizes(info: OpInfo, dtype: torch.dtype,
     check(info, dtype, count, dynamic=True)
 
 
-@of_operators((torch.float32,), core=0, full=2, infos=BY_DEFINITION)
+@of_operators((torch.float32,), core=0, full=1, infos=BY_DEFINITION)
 def test_compiled_derivatives_of_definitions(info: OpInfo, dtype: torch.dtype, count: int | None) -> None:
     check(info, dtype, count, dynamic=False)

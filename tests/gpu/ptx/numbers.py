@@ -34,7 +34,7 @@ def fma_f32(a: Array, b: Array, c: Array) -> Array:
     """
     product, c = a.astype("f8") * b.astype("f8"), c.astype("f8")
     total = product + c
-    in_doubt = (total.view("i8") & 0x1FFFFFFF == 0x10000000) | (np.abs(total) < 2.0**-125)
+    in_doubt = (total.view("i8") & 0x1FFFFFFF == 0x10000000) | ((np.abs(total) < 2.0**-125) & (total != 0))
     if np.any(in_doubt):
         total = _to_odd(*_two_sum(product, c))
     return total.astype("f4")
@@ -72,20 +72,17 @@ def fma_f64(a: Array, b: Array, c: Array) -> Array:
     inner, inner_low = _two_sum(c, low)
     top, top_low = _two_sum(high, inner)
     result = top + _to_odd(*_two_sum(inner_low, top_low))
-    is_zero = (a == 0) | (b == 0)
-    result = np.array(np.where(is_zero, a * b + c, result))
-    # Outside the range of exponents in which that is exact, elements are computed one by one.
+    is_exact = (a != 0) & (b != 0) & np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
+    result = np.array(np.where(is_exact, result, a * b + c))
+    # Outside the range of exponents in which that holds, elements are computed one by one.
     is_safe = (np.abs(high) < 2.0**960) & (np.abs(high) > 2.0**-900)
     for operand in (a, b, c):
         is_safe = is_safe & (np.abs(operand) < 2.0**960)
-    for at in np.argwhere(~is_safe & ~is_zero):
+    for at in np.argwhere(is_exact & ~is_safe):
         place = tuple(at)
         x, y, z = (float(operand[place]) for operand in (a, b, c))
-        value = x * y + z
-        if np.isfinite([x, y, z]).all():
-            total = Fraction(x) * Fraction(y) + Fraction(z)
-            value = float(total) if abs(total) < 2**1024 else value
-        result[place] = value
+        total = Fraction(x) * Fraction(y) + Fraction(z)
+        result[place] = float(total) if abs(total) < 2**1024 else x * y + z
     return result[()]
 
 

@@ -171,14 +171,15 @@ class Kernel:
         elif found := re.fullmatch(r"\.shared \.align (\d+) \.(\w+) ([\w$]+)(\[\d+\])?", text):
             self._add_shared(int(found[1]), found[2], found[3], found[4])
         elif found := re.fullmatch(r"(?:@(!?)([\w%$]+)\s+)?([a-z][\w.:]*)\s*(.*)", text, re.DOTALL):
-            # Names of an inner scope hide those of outer scopes.
-            guard, *operands = (
-                re.sub(r"[%\w$]+", lambda name: scope + name[0] if scope + name[0] in self.types else name[0], operand)
-                for operand in (found[2] or "", *_split_operands(found[4]))
-            )
+            guard, *operands = found[2] or "", *_split_operands(found[4])
+            if scope:  # its names hide those of outer scopes
+                guard, *operands = (self._in_scope(scope, operand) for operand in (guard, *operands))
             instructions.append(Instruction(line, guard or None, bool(found[1]), found[3], operands))
         elif not text.startswith((".pragma", ".loc")):
             raise UnknownPtxError(f"line {line}: {text}")
+
+    def _in_scope(self, scope: str, operand: str) -> str:
+        return re.sub(r"[%\w$]+", lambda name: scope + name[0] if scope + name[0] in self.types else name[0], operand)
 
     def registers_of(self, instruction: Instruction) -> tuple[set[str], set[str]]:
         """Returns the registers that an instruction writes, and those that it reads."""
@@ -244,8 +245,5 @@ def _meeting_points(blocks: list[Block]) -> list[int]:
             new = common | 1 << block.number
             changes |= new != behind[block.number]
             behind[block.number] = new
-    points = []
-    for block in blocks:
-        strict = behind[block.number] & ~(1 << block.number)
-        points.append(next((b for b in range(len(blocks)) if strict >> b & 1 and behind[b] == strict), EXIT))
-    return points
+    with_set = {those: number for number, those in enumerate(behind)}
+    return [with_set.get(behind[block.number] & ~(1 << block.number), EXIT) for block in blocks]
