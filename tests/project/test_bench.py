@@ -4,7 +4,6 @@ import json
 import platform
 import statistics
 import sys
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from other_process import printed, python
 
-from bench import checks, environment, hugging_face, masks, threads
+from bench import checks, environment, hugging_face, threads
 from bench.__main__ import main
 from bench.measure import Measurement, merge
 from bench.operators import OPERATORS
@@ -74,7 +73,7 @@ def test_interleaved_calls_are_made_one_at_a_time() -> None:
     timings = interleave({name: partial(timer, name) for name in names}, turns=20, seconds=0)
     assert timings == dict.fromkeys(names, Timing([1e-6] * 20, 1))
     turns = [tuple(counts[first : first + 3]) for first in range(0, len(counts), 3)]
-    assert all(Counter(turn) == Counter((name, 1) for name in names) for turn in turns)
+    assert all(sorted(turn) == sorted((name, 1) for name in names) for turn in turns)
     assert len(set(turns)) > 1
 
 
@@ -101,14 +100,6 @@ for _ in range(10):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     assert int(printed(program, cwd=ROOT)) < 1000
-
-
-def test_every_output_mask_is_timed() -> None:
-    rows = masks.rows([torch.float32], [(2, 2, 64)], 0)
-    counts = Counter(row[2].split()[0] for row in rows)
-    assert set(counts) == {operator.name for operator in masks.OPERATORS}
-    assert all(counts[operator.name] % (2 ** len(operator.outputs) - 1) == 0 for operator in masks.OPERATORS)
-    assert len(rows) == len({row[:4] for row in rows})
 
 
 @pytest.mark.parametrize(
