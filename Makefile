@@ -51,7 +51,7 @@ PYTEST := $(RUN) OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHIN
 CORE := not full and not release
 test: TIER := $(CORE)
 test-full: TIER := not release
-test test-full: TRITON_TIER := triton and $(CORE)
+test-full: TRITON_TIER := triton and $(CORE)
 test-release: TIER := release
 test-release: TRITON_TIER := triton_release and $(CORE)
 test test-full test-release: install-dev
@@ -63,11 +63,11 @@ test-all: test-full
 
 # The same with another torch, in an environment of its own: a CUDA build of several GB.
 test-torch:
-	$(MAKE) test TORCH=$(TORCH) VENV=.venv-torch-$(TORCH)
+	$(MAKE) test TORCH=$(TORCH) VENV=.venv-torch-$(TORCH) TRITON_TIER='triton and $(CORE)'
 
 # With another Python.
 test-python:
-	$(MAKE) test PYTHON=$(PYTHON) VENV=.venv-$(notdir $(PYTHON))
+	$(MAKE) test PYTHON=$(PYTHON) VENV=.venv-$(notdir $(PYTHON)) TRITON_TIER='triton and $(CORE)'
 
 lint: $(VENV)/required-dev
 	$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from mypy import api
 
 PROGRAM = """
@@ -42,6 +43,7 @@ normops.RMSNorm(4, activation="gelu")
 """
 
 
+@pytest.mark.full  # reads the types of torch
 def test_user_program_passes_strict_mypy(tmp_path: Path) -> None:
     """One run of mypy checks both programs, so that it reads torch once."""
     for name, program in (("right", PROGRAM), ("wrong", WRONG)):
