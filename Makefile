@@ -49,9 +49,10 @@ PYTEST := $(RUN) OMP_WAIT_POLICY=passive TORCHINDUCTOR_COMPILE_THREADS=1 TORCHIN
 # Three tiers of tests: test runs those without a mark, test-full what CI runs, test-release the rest. The Triton kernels
 # take the place of the CPU's in processes of their own, where an interpreter executes them.
 CORE := not full and not release
+CORE_ON_TRITON := triton and $(CORE)
 test: TIER := $(CORE)
 test-full: TIER := not release
-test-full: TRITON_TIER := triton and $(CORE)
+test-full: TRITON_TIER := $(CORE_ON_TRITON)
 test-release: TIER := release
 test-release: TRITON_TIER := triton_release and $(CORE)
 test test-full test-release: install-dev
@@ -63,11 +64,11 @@ test-all: test-full
 
 # The same with another torch, in an environment of its own: a CUDA build of several GB.
 test-torch:
-	$(MAKE) test TORCH=$(TORCH) VENV=.venv-torch-$(TORCH) TRITON_TIER='triton and $(CORE)'
+	$(MAKE) test TORCH=$(TORCH) VENV=.venv-torch-$(TORCH) TRITON_TIER='$(CORE_ON_TRITON)'
 
 # With another Python.
 test-python:
-	$(MAKE) test PYTHON=$(PYTHON) VENV=.venv-$(notdir $(PYTHON)) TRITON_TIER='triton and $(CORE)'
+	$(MAKE) test PYTHON=$(PYTHON) VENV=.venv-$(notdir $(PYTHON)) TRITON_TIER='$(CORE_ON_TRITON)'
 
 lint: $(VENV)/required-dev
 	$(BIN)/ruff check

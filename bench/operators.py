@@ -1,11 +1,10 @@
 """Defines the measured operators. A new one needs an entry in OPERATORS, and in the peers that have it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import normops  # noqa: F401  registers the operators
@@ -154,19 +153,6 @@ OPERATORS = (
     *_OVER_CHANNELS,
     _one_after_another("channel_forward_backward", *_OVER_CHANNELS),
 )
-
-
-def random_call(
-    operator: reference.Operator,
-    flags: reference.Flags,
-    names: Sequence[str],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> partial[object]:
-    """Returns a call of an operator with a weight and random tensors of these names, for an input of this shape."""
-    inputs = {name: torch.randn(operator.shape_of(name, shape, flags)).to(dtype) for name in names}
-    inputs["weight"] = torch.randn(shape[-1:]).to(dtype)
-    return partial(operator.default, **inputs, **flags, normalized_shape=shape[-1:], eps=EPS)
 
 
 def _named(name: str) -> Operator:

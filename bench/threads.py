@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bench import environment
-from bench.operators import heads_of, random_call
+from bench.operators import EPS, heads_of
 from bench.problems import dtype_name, parse_shapes
 from bench.tables import Row, Table, format_seconds
 from bench.timing import Timing, alternate, host_timer
@@ -63,8 +63,10 @@ def _calls(rows: int, cols: int, dtype: torch.dtype) -> Iterator[tuple[str, Call
     yield COPY, partial(torch.empty_like(source).copy_, source)
     for label, operator, unwanted in OPERATORS:
         flags = operator.flags[0]
-        names = [name for name in operator.inputs if name == "weight" or not operator.is_optional(name)]
-        call = random_call(operator, flags, names, shape, dtype)
+        names = [name for name in operator.inputs if not operator.is_optional(name)]
+        inputs = {name: torch.randn(operator.shape_of(name, shape, flags)).to(dtype) for name in names}
+        inputs["weight"] = torch.randn(cols).to(dtype)
+        call = partial(operator.default, **inputs, **flags, normalized_shape=(cols,), eps=EPS)
         if operator.has_mask:
             call = partial(call, output_mask=[name not in unwanted for name in operator.outputs])
         yield label, call

@@ -196,9 +196,9 @@ def test_every_family(kernels: Kernels, operator: Operator, family: Family, dtyp
     ids=str,
 )
 def test_values(case: OperatorCase, request: pytest.FixtureRequest) -> None:
-    """Tests the kernels of sm_90, and for releases those of sm_80."""
-    kernels = kernels_of(80 if request.node.get_closest_marker("release") else 90)
+    """Half of the cases that only releases have test the kernels of sm_80."""
     number = zlib.crc32(str(case).encode())
+    kernels = kernels_of(80 if number // 6 % 2 and request.node.get_closest_marker("release") else 90)
     kernels.gpu.hardware = number
     check(kernels, case, device(number % 3 + 1), number, number % 2, number % 4)
 
@@ -394,8 +394,8 @@ def test_outputs_may_alias_inputs(
             assert_same_bits(kernels.call(operator, arguments | places, targets), expected, names)
 
 
-CHANGES = cycle(("misaligned", "padded_rows", "batch", "multiprocessors", "order of threads"))
-CHANGED_FAMILIES = [(*each, what) for each, what in zip(OPERATORS_OF_FAMILIES, CHANGES, strict=False)]
+CHANGES = ("misaligned", "padded_rows", "batch", "multiprocessors", "order of threads")
+CHANGED_FAMILIES = [(*each, what) for each, what in zip(OPERATORS_OF_FAMILIES, cycle(CHANGES), strict=False)]
 
 
 @pytest.mark.full

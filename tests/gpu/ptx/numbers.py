@@ -72,13 +72,13 @@ def fma_f64(a: Array, b: Array, c: Array) -> Array:
     inner, inner_low = _two_sum(c, low)
     top, top_low = _two_sum(high, inner)
     result = top + _to_odd(*_two_sum(inner_low, top_low))
-    is_exact = (a != 0) & (b != 0) & np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
-    result = np.array(np.where(is_exact, result, a * b + c))
+    is_ordinary = (a != 0) & (b != 0) & np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
+    result = np.array(np.where(is_ordinary, result, a * b + c))
     # Outside the range of exponents in which that holds, elements are computed one by one.
     is_safe = (np.abs(high) < 2.0**960) & (np.abs(high) > 2.0**-900)
     for operand in (a, b, c):
         is_safe = is_safe & (np.abs(operand) < 2.0**960)
-    for at in np.argwhere(is_exact & ~is_safe):
+    for at in np.argwhere(is_ordinary & ~is_safe):
         place = tuple(at)
         x, y, z = (float(operand[place]) for operand in (a, b, c))
         total = Fraction(x) * Fraction(y) + Fraction(z)
